@@ -1,0 +1,46 @@
+"""Errors for people: what was given, which rule, the numbers, what to change."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class JaxparError(ValueError):
+    """Anything a user of jaxpar can put right. Always raised before tracing."""
+
+
+class MeshError(JaxparError):
+    """A mesh file, a MeshSpec or the machine's devices do not fit together."""
+
+
+class ConfigError(JaxparError):
+    """A model configuration or preset that cannot exist."""
+
+
+class PlanError(JaxparError):
+    """A plan that this mesh or this model cannot carry out."""
+
+
+class AuditError(JaxparError):
+    """Something that cannot be read as a compiled program."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A sentence naming the closest known word, or all of them when none is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(given, known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of `step` around `value`, as the end of a sentence: '8 or 12'."""
+    below = value // step * step
+    return f"{below} or {below + step}" if below else f"{step}"
+
+
+def nearest_divisors(value: int, target: int) -> str:
+    """The divisors of `value` closest to `target`, as the end of a sentence: '2 or 4'."""
+    divisors = [d for d in range(1, value + 1) if value % d == 0]
+    best = sorted(divisors, key=lambda d: (abs(d - target), d))[:2]
+    return " or ".join(str(d) for d in sorted(best))
