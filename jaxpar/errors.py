@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
+import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 
 class JaxparError(ValueError):
@@ -12,6 +15,10 @@ class JaxparError(ValueError):
 
 class MeshError(JaxparError):
     """A mesh file, a MeshSpec or the machine's devices do not fit together."""
+
+
+class TextError(JaxparError):
+    """A text file, or a batch of a size that the text cannot fill."""
 
 
 class ConfigError(JaxparError):
@@ -44,3 +51,26 @@ def nearest_divisors(value: int, target: int) -> str:
     divisors = [d for d in range(1, value + 1) if value % d == 0]
     best = sorted(divisors, key=lambda d: (abs(d - target), d))[:2]
     return " or ".join(str(d) for d in sorted(best))
+
+
+def is_whole(value: Any) -> bool:
+    """An `int` and nothing that merely compares like one: not True, not 2.0."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def nearest_whole(value: Any, smallest: int, largest: int) -> int:
+    """The whole number in range that was most likely meant. NaN and words count as `smallest`."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value.strip()):
+        value = int(value)
+    number = value if isinstance(value, int | float) else smallest
+    return round(min(largest, max(smallest, number)))
+
+
+def shown(value: Any) -> str:
+    """`repr`, short, also for an integer with more digits than Python agrees to print."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 200  # room for a path
+    try:
+        return short.repr(value)
+    except ValueError:
+        return "a huge number"
