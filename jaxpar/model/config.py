@@ -1,0 +1,196 @@
+"""Model shapes: one frozen dataclass, the presets, and the list of every parameter.
+
+Dim letters, used in all shape suffixes of the project: B batch, S sequence, D embed, N query
+heads, K key/value heads, H head dim, F mlp hidden, V vocabulary, E experts, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxpar.errors import ConfigError, did_you_mean, nearest_divisors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter of a model, as its closed forms see it.
+
+    `dims` names the dims of one layer's parameter; a stacked one has L of them in front.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    num_stacked: int | None = None
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        return self.shape if self.num_stacked is None else (self.num_stacked, *self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements, over all layers."""
+        return math.prod(self.stacked_shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shapes of a pre-norm decoder transformer with RoPE and grouped-query attention.
+
+    Raises ConfigError for shapes that cannot exist. Expert layers (`num_experts` > 0) have shapes
+    and parameter counts here; a mesh cannot run them yet.
+    """
+
+    name: str
+    num_layers: int
+    embed: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_hidden: int
+    vocab: int
+    max_seq_len: int
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    tied_embedding: bool = False
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    num_shared_experts: int = 0
+    expert_hidden: int = 0
+    num_dense_layers: int = 0  # leading layers that keep the plain mlp in an expert model
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "embed", "num_heads", "num_kv_heads", "head_dim", "mlp_hidden",
+                      "vocab", "max_seq_len"):  # fmt: skip
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{self.name}: {field}={value!r} must be a whole number ≥ 1.")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.name}: num_heads={self.num_heads} is not a multiple of "
+                f"num_kv_heads={self.num_kv_heads}; every key/value head serves the same number of "
+                f"query heads. Nearest num_kv_heads: "
+                f"{nearest_divisors(self.num_heads, self.num_kv_heads)}."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"{self.name}: head_dim={self.head_dim} is odd; RoPE rotates pairs. "
+                f"Use {self.head_dim - 1 or 2} or {self.head_dim + 1}."
+            )
+        if self.mlp not in ("swiglu", "gelu"):
+            raise ConfigError(f"{self.name}: mlp={self.mlp!r} must be 'swiglu' or 'gelu'.")
+        if self.num_experts and not 1 <= self.num_experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"{self.name}: num_experts_per_token={self.num_experts_per_token} must be between "
+                f"1 and num_experts={self.num_experts}."
+            )
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Every parameter, in the order of the model's own tree (sorted paths)."""
+        found = [Parameter(path="embedding/table", shape=(self.vocab, self.embed), dims=VOCAB_EMBED)]
+        num_dense = self.num_dense_layers if self.num_experts else self.num_layers
+        blocks = [("layers", num_dense, False)]
+        if self.num_experts:
+            blocks = [("dense_layers", num_dense, False)] if num_dense else []
+            blocks.append(("layers", self.num_layers - num_dense, True))
+        for prefix, num_layers, has_experts in blocks:
+            for path, shape, dims in self._layer(has_experts=has_experts):
+                found.append(
+                    Parameter(
+                        path=f"{prefix}/{path}", shape=shape, dims=dims, num_stacked=num_layers
+                    )
+                )
+        found.append(Parameter(path="norm/scale", shape=(self.embed,), dims=("norm",)))
+        if not self.tied_embedding:
+            found.append(
+                Parameter(path="unembedding/table", shape=(self.vocab, self.embed), dims=VOCAB_EMBED)
+            )
+        return tuple(sorted(found, key=lambda p: p.path.split("/")))
+
+    def _layer(
+        self, *, has_experts: bool
+    ) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+        D, N, K, H, F = (
+            self.embed, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp_hidden,
+        )  # fmt: skip
+        layer: list[tuple[str, tuple[int, ...], tuple[str, ...]]] = [
+            ("attention/key", (D, K, H), ("embed", "kv_heads", "head")),
+            ("attention/output", (N, H, D), ("heads", "head", "embed")),
+            ("attention/query", (D, N, H), ("embed", "heads", "head")),
+            ("attention/value", (D, K, H), ("embed", "kv_heads", "head")),
+            ("attention_norm/scale", (D,), ("norm",)),
+            ("mlp_norm/scale", (D,), ("norm",)),
+        ]
+        inputs = ("gate", "up") if self.mlp == "swiglu" else ("up",)
+        if has_experts:
+            E, F = self.num_experts, self.expert_hidden
+            layer += [("moe/router", (D, E), ("embed", "experts"))]
+            layer += [(f"moe/{w}", (E, D, F), ("experts", "embed", "mlp")) for w in inputs]
+            layer += [("moe/down", (E, F, D), ("experts", "mlp", "embed"))]
+            F = F * self.num_shared_experts
+        if F:
+            layer += [(f"mlp/{w}", (D, F), ("embed", "mlp")) for w in inputs]
+            layer += [("mlp/down", (F, D), ("mlp", "embed"))]
+        return layer
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.size for p in self.parameters)
+
+
+VOCAB_EMBED = ("vocab", "embed")
+
+PRESETS: dict[str, ModelConfig] = {
+    config.name: config
+    for config in (
+        # What the tour trains: real shapes in miniature, divisible by 8 wherever a mesh may cut.
+        ModelConfig(
+            name="tiny", num_layers=2, embed=64, num_heads=8, num_kv_heads=4, head_dim=8,
+            mlp_hidden=128, vocab=256, max_seq_len=256,
+        ),
+        # Brown et al. 2020, table 2.1; vocabulary padded to 51200 as in Narayanan et al. 2021 §5.
+        # RoPE stands in for the learned positions (0.03 B parameters fewer).
+        ModelConfig(
+            name="gpt3-175b", num_layers=96, embed=12288, num_heads=96, num_kv_heads=96,
+            head_dim=128, mlp_hidden=49152, vocab=51200, max_seq_len=2048, mlp="gelu",
+            tied_embedding=True,
+        ),
+        # Llama Team 2024, "The Llama 3 herd of models", table 3.
+        ModelConfig(
+            name="llama-3-8b", num_layers=32, embed=4096, num_heads=32, num_kv_heads=8,
+            head_dim=128, mlp_hidden=14336, vocab=128256, max_seq_len=8192, rope_theta=500_000.0,
+        ),
+        ModelConfig(
+            name="llama-3-70b", num_layers=80, embed=8192, num_heads=64, num_kv_heads=8,
+            head_dim=128, mlp_hidden=28672, vocab=128256, max_seq_len=8192, rope_theta=500_000.0,
+        ),
+        ModelConfig(
+            name="llama-3-405b", num_layers=126, embed=16384, num_heads=128, num_kv_heads=8,
+            head_dim=128, mlp_hidden=53248, vocab=128256, max_seq_len=8192, rope_theta=500_000.0,
+        ),
+        # Jiang et al. 2024, table 1.
+        ModelConfig(
+            name="mixtral-8x7b", num_layers=32, embed=4096, num_heads=32, num_kv_heads=8,
+            head_dim=128, mlp_hidden=14336, vocab=32000, max_seq_len=32768, rope_theta=1e6,
+            num_experts=8, num_experts_per_token=2, expert_hidden=14336,
+        ),
+        # DeepSeek-AI 2024 (V3) §4.2. Its latent attention is replaced by grouped-query attention
+        # with 8 key/value heads, which has about as many parameters; the experts are its own.
+        ModelConfig(
+            name="deepseek-v3-like", num_layers=61, embed=7168, num_heads=128, num_kv_heads=8,
+            head_dim=128, mlp_hidden=18432, vocab=129280, max_seq_len=4096, num_experts=256,
+            num_experts_per_token=8, num_shared_experts=1, expert_hidden=2048, num_dense_layers=3,
+        ),
+    )
+}  # fmt: skip
+
+
+def preset(name: str) -> ModelConfig:
+    """The shipped configuration called `name`; ConfigError names the closest one otherwise."""
+    if name not in PRESETS:
+        raise ConfigError(f"There is no model preset {name!r}. {did_you_mean(name, PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,60 @@
+"""What a model asks of the mesh, by name.
+
+A model is written once, on whatever shard of the weights and tokens a device holds. Where the
+split matters, it calls one of these functions. Strategies replace them; the defaults are one
+device's answers, and they are also the reference every strategy is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def lookup(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype) -> Array:
+    """Rows of the embedding table: [V, D], int [B, S] -> [B, S, D].
+
+    The cast comes after the lookup, so that frequent tokens add up their gradients in the table's
+    own dtype.
+    """
+    return jnp.take(table_VD, tokens_BS, axis=0).astype(dtype)
+
+
+def cross_entropy(logits_BSV: Array, labels_BS: Array) -> Array:
+    """Negative log-likelihood of each label: float32 [B, S, V], int [B, S] -> float32 [B, S]."""
+    log_probs_BSV = jax.nn.log_softmax(logits_BSV)
+    return -jnp.take_along_axis(log_probs_BSV, labels_BS[..., None], axis=-1)[..., 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """The places where a model meets its mesh. All shapes are per shard.
+
+    enter: residual stream [B, S', D] -> the input [B, S, D] of column-parallel matmuls.
+    leave: this device's part of a row-parallel product [B, S, D] -> residual stream [B, S', D].
+    kv_weight: key or value projection [D, K, H] -> the heads that this device's queries use.
+    embed: table [V', D], tokens [B, S] and a dtype -> residual stream [B, S', D].
+    cross_entropy: logits [B, S, V'] and labels [B, S] -> loss per token [B, S].
+    gather: a module's state -> the same state with the weights its matmuls need.
+    checkpoint: wraps the body that is scanned over layers; decides what the backward recomputes.
+
+    S' is S unless the sequence is split between layers, V' is V unless the vocabulary is split.
+    """
+
+    enter: Callable[[Array], Array] = _same
+    leave: Callable[[Array], Array] = _same
+    kv_weight: Callable[[Array], Array] = _same
+    embed: Callable[[Array, Array, jnp.dtype], Array] = lookup
+    cross_entropy: Callable[[Array, Array], Array] = cross_entropy
+    gather: Callable[[nnx.State], nnx.State] = _same
+    checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _same

@@ -1,0 +1,138 @@
+"""How strategies become one plan: which run, where parameters live, what the model calls.
+
+This is the only place that knows more than one strategy, and it knows none of them by name: every
+module in this package that defines a `STRATEGY` takes part.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxpar import strategies as package
+from jaxpar.errors import PlanError, did_you_mean
+from jaxpar.model.config import ModelConfig, Parameter
+from jaxpar.model.parallel import Parallel
+from jaxpar.model.transformer import Params
+from jaxpar.strategies.plan import Plan
+from jaxpar.strategies.strategy import Expected, Layout, Placed, Strategy
+
+
+def all_strategies() -> dict[str, Strategy]:
+    """Every strategy there is, by name: whatever file in this folder defines one."""
+    found = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        strategy = getattr(module, "STRATEGY", None)
+        if isinstance(strategy, Strategy):
+            found[strategy.card.name] = strategy
+    return found
+
+
+def strategy(name: str) -> Strategy:
+    """The strategy called `name`; PlanError names the closest one otherwise."""
+    known = all_strategies()
+    if name not in known:
+        raise PlanError(f"There is no strategy {name!r}. {did_you_mean(name, known)}")
+    return known[name]
+
+
+def active_strategies(plan: Plan) -> list[Strategy]:
+    """The strategies this plan uses. Where two fill in the same hook, the later one wins.
+
+    Order: by axis as they are found, except that one which refines another's axis (sequence on
+    tensor) follows it; the alphabet of file names happens not to say so.
+    """
+    active = [s for s in all_strategies().values() if s.is_active(plan)]
+    return sorted(active, key=lambda s: sum(set(s.axes) <= set(o.axes) for o in active))
+
+
+def check(config: ModelConfig, plan: Plan) -> None:
+    """Raise PlanError unless this model can be trained by this plan; after it, tracing succeeds."""
+    strategies = active_strategies(plan)
+    served = {axis for s in all_strategies().values() for axis in s.axes}
+    for axis, size in plan.mesh.named_axes.items():
+        if size > 1 and axis not in served:
+            raise PlanError(
+                f"The mesh has {axis}={size}, and no strategy trains on axis {axis!r} here. "
+                f"Axes that train: {', '.join(sorted(served))}."
+            )
+    if plan.seq_len > config.max_seq_len:
+        raise PlanError(
+            f"seq_len={plan.seq_len} is more than {config.name} allows "
+            f"(max_seq_len={config.max_seq_len})."
+        )
+    for active in strategies:
+        active.check(config, plan)
+
+
+def layout(config: ModelConfig, plan: Plan) -> Layout:
+    """Where each parameter lives and over which axes its gradient is reduced."""
+    strategies = active_strategies(plan)
+    return tuple(_place(parameter, plan, strategies) for parameter in config.parameters)
+
+
+def _place(parameter: Parameter, plan: Plan, strategies: list[Strategy]) -> Placed:
+    splits: dict[str, str] = {}
+    partial: set[str] = set()
+    for s in strategies:
+        for dim, axis in s.splits(parameter, plan).items():
+            assert dim not in splits, f"two strategies split {dim} of {parameter.path}"
+            splits[dim] = axis
+        if s.is_partial(parameter):
+            partial.update(s.axes)
+    entries = [splits.get(dim) for dim in parameter.dims]
+    local = [
+        size // (plan.size(axis) if axis else 1)
+        for size, axis in zip(parameter.shape, entries, strict=True)
+    ]
+    if parameter.num_stacked is not None:
+        entries, local = [None, *entries], [parameter.num_stacked, *local]
+    return Placed(
+        parameter=parameter,
+        spec=PartitionSpec(*entries),
+        split_axes=plan.in_mesh_order(splits.values()),
+        reduced_axes=plan.in_mesh_order(partial - set(splits.values())),
+        local_shape=tuple(local),
+    )
+
+
+def parallel(config: ModelConfig, plan: Plan) -> Parallel:
+    """What the model calls on this plan's mesh."""
+    hooks: dict[str, Callable[..., Any]] = {}
+    for s in active_strategies(plan):
+        hooks |= s.hooks(config, plan)
+    if plan.remat == "full":
+        # Recomputing the whole layer includes gathering its weights again, so it also replaces
+        # a strategy's own choice of what to keep.
+        hooks["checkpoint"] = lambda layer: jax.checkpoint(layer, prevent_cse=False)
+    return Parallel(**hooks)
+
+
+def expected(config: ModelConfig, plan: Plan) -> list[Expected]:
+    """The closed form of one training step: what each active strategy says, one after the other."""
+    placed = layout(config, plan)
+    return [row for s in active_strategies(plan) for row in s.expected(config, plan, placed)]
+
+
+def tree(placed: Layout, pick: Callable[[Placed], Any]) -> Params:
+    """A nested dict shaped like the parameters, holding `pick` of each one's placement."""
+    result: Params = {}
+    for one in placed:
+        *folders, leaf = one.parameter.path.split("/")
+        node = result
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[leaf] = pick(one)
+    return result
+
+
+def local_bytes(placed: Layout, bytes_per_element: int) -> int:
+    """Bytes of one device's parameters, at so many bytes per element."""
+    return sum(math.prod(one.local_shape) for one in placed) * bytes_per_element

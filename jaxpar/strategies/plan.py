@@ -1,0 +1,96 @@
+"""The Plan: one frozen dataclass that says how a model is trained on a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxpar.errors import PlanError, nearest_multiples
+from jaxpar.mesh import MeshSpec
+
+BATCH_AXES = ("slice", "data", "fsdp", "expert")
+"""Axes over which the sequences of a batch are spread."""
+
+DTYPES = {"float32": "f32", "bfloat16": "bf16"}
+"""Dtypes a plan may name, with their HLO names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to train on `mesh`. Raises PlanError for what no model could satisfy.
+
+    mesh: which axes there are, and so which strategies run (each lives on the axis of its name).
+    batch_size, seq_len: sequences per step over all devices, and tokens in each.
+    num_accumulation_steps: micro-batches per step, run one after the other; gradients add up.
+    sequence: split the residual stream along the sequence over `tensor` (sequence parallelism).
+    compute_dtype: of activations and of the weights in matmuls; master weights are float32.
+    reduce_dtype: in which gradients are summed between devices.
+    remat: 'none' keeps what the backward needs; 'full' keeps only the input of each layer.
+    """
+
+    mesh: MeshSpec
+    batch_size: int
+    seq_len: int
+    num_accumulation_steps: int = 1
+    sequence: bool = False
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Literal["none", "full"] = "none"
+
+    def __post_init__(self) -> None:
+        for field in ("batch_size", "seq_len", "num_accumulation_steps"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PlanError(f"{field}={value!r} must be a whole number ≥ 1.")
+        for field, choices in (
+            ("compute_dtype", DTYPES),
+            ("reduce_dtype", DTYPES),
+            ("remat", ("none", "full")),
+            ("sequence", (True, False)),
+        ):
+            if getattr(self, field) not in choices:
+                raise PlanError(
+                    f"{field}={getattr(self, field)!r} must be one of: "
+                    f"{', '.join(str(c) for c in choices)}."
+                )
+        step = self.num_batch_shards * self.num_accumulation_steps
+        if self.batch_size % step:
+            axes = " × ".join(f"{a}={self.size(a)}" for a in self.in_mesh_order(BATCH_AXES))
+            raise PlanError(
+                f"batch_size={self.batch_size} does not divide into {step} equal parts: the mesh "
+                f"spreads it over {axes or 'one device'} and num_accumulation_steps="
+                f"{self.num_accumulation_steps}. Nearest batch_size: "
+                f"{nearest_multiples(self.batch_size, step)}."
+            )
+
+    def size(self, axis: str) -> int:
+        """Devices along `axis`; 1 where the mesh does not have it."""
+        return self.mesh.size(axis)
+
+    def in_mesh_order(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of `axes` that have more than one device, slowest links first."""
+        wanted = set(axes)
+        return tuple(a for a in self.mesh.named_axes if a in wanted and self.size(a) > 1)
+
+    @property
+    def num_batch_shards(self) -> int:
+        return math.prod(self.size(axis) for axis in BATCH_AXES)
+
+    @property
+    def local_batch_size(self) -> int:
+        """Sequences of one micro-batch on one device (B in the closed forms)."""
+        return self.batch_size // self.num_batch_shards // self.num_accumulation_steps
+
+    @property
+    def compute_bytes(self) -> int:
+        return DTYPE_BYTES[DTYPES[self.compute_dtype]]
+
+    @property
+    def reduce_bytes(self) -> int:
+        return DTYPE_BYTES[DTYPES[self.reduce_dtype]]
+
+
+DTYPE_BYTES = {"f32": 4, "bf16": 2, "s32": 4}
+"""Bytes per element of the dtypes that appear in closed forms."""

@@ -1,0 +1,133 @@
+"""Sequence parallelism: between the split matmuls, the sequence is split instead of copied.
+
+What is split    what tensor parallelism leaves whole: the residual stream, the norms and the
+                 residual additions, along the sequence, over the same axis `tensor`.
+Why              activations between matmuls shrink by n, and the same work is not done n times.
+What it costs    an all-gather in front of each split pair of matmuls and a reduce-scatter behind it,
+                 together the bytes on the wire of the all-reduce they replace; and one all-reduce
+                 of the norms' gradients per step, since each device saw a part of the sequence.
+
+V = B·S·D·bytes of one micro-batch on one device, L layers, m micro-batches:
+
+| collective     | phase     | count   | payload_bytes | why                                    |
+|----------------|-----------|---------|---------------|----------------------------------------|
+| all-gather     | forward   | m(2L+1) | V             | enter attention, MLP and the output    |
+| reduce-scatter | forward   | m(2L+1) | V             | leave attention, MLP and the embedding |
+| all-gather     | backward  | m(2L+1) | V             | the transpose of leaving               |
+| reduce-scatter | backward  | m(2L+1) | V             | the transpose of entering              |
+| all-gather     | recompute | 2mL     | V             | enter again, with remat='full'         |
+| reduce-scatter | recompute | mL      | V             | leave attention again, likewise        |
+
+Source: Korthikanti et al. 2022, "Reducing activation recomputation", §4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxpar.collectives import all_gather, reduce_scatter
+from jaxpar.errors import PlanError, nearest_multiples
+from jaxpar.model.config import ModelConfig
+from jaxpar.strategies.plan import DTYPES, Plan
+from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
+from jaxpar.strategies.tensor import AXIS, partial_lookup
+
+CARD = Card(
+    name="sequence",
+    axis=AXIS,
+    splits="the residual stream along the sequence, wherever tensor parallelism leaves it whole",
+    why="activations between matmuls shrink by the size of the axis",
+    costs="all-gather + reduce-scatter in place of each all-reduce: the same bytes on the wire",
+    source="Korthikanti et al. 2022, §4.2.2",
+)
+
+# --- communication ---------------------------------------------------------------------------
+
+
+def enter(x_BSD: Array) -> Array:
+    """[B, S/n, D] -> [B, S, D]: gather the sequence; the backward reduce-scatters."""
+    return all_gather(x_BSD, AXIS, dim=1, scope="enter")
+
+
+def leave(y_BSD: Array) -> Array:
+    """[B, S, D] -> [B, S/n, D]: sum and keep one's own part; the backward all-gathers."""
+    return reduce_scatter(y_BSD, AXIS, dim=1, scope="leave")
+
+
+def embed(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype) -> Array:
+    """Vocabulary-parallel lookup: [V/n, D], int [B, S] -> [B, S/n, D]."""
+    return leave(partial_lookup(table_VD, tokens_BS, dtype))
+
+
+# --- closed form -----------------------------------------------------------------------------
+
+
+def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
+    m, L = plan.num_accumulation_steps, config.num_layers
+    payload = plan.local_batch_size * plan.seq_len * config.embed * plan.compute_bytes
+
+    def row(kind: str, phase: Phase, count: int, why: str) -> Expected:
+        return Expected(
+            kind=kind,
+            axes=(AXIS,),
+            count=count,
+            payload_bytes=payload,
+            dtype=DTYPES[plan.compute_dtype],
+            phase=phase,
+            why=why,
+        )
+
+    each = m * (2 * L + 1)
+    rows = [
+        row("all-gather", "forward", each, "enter attention and MLP of each layer, and output"),
+        row("reduce-scatter", "forward", each, "leave attention, MLP and the embedding"),
+        row("all-gather", "backward", each, "transpose of leaving"),
+        row("reduce-scatter", "backward", each, "transpose of entering"),
+    ]
+    if plan.remat == "full":
+        rows += [
+            row("all-gather", "recompute", 2 * m * L, "enter attention and MLP again"),
+            row("reduce-scatter", "recompute", m * L, "leave attention again"),
+        ]
+    return rows
+
+
+# --- rules -----------------------------------------------------------------------------------
+
+
+def check(config: ModelConfig, plan: Plan) -> None:
+    n = plan.size(AXIS)
+    if n == 1:
+        raise PlanError(
+            "sequence=True splits the residual stream over axis tensor, and this mesh has "
+            f"tensor=1 ({plan.mesh}). Give the mesh a tensor axis, or set sequence=False."
+        )
+    if plan.seq_len % n:
+        raise PlanError(
+            f"seq_len={plan.seq_len} cannot be split over tensor={n} with sequence=True: it is "
+            f"not a multiple. Nearest seq_len: {nearest_multiples(plan.seq_len, n)}."
+        )
+
+
+def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+    return {"enter": enter, "leave": leave, "embed": embed}
+
+
+STRATEGY = Strategy(
+    card=CARD,
+    axes=(AXIS,),
+    is_active=lambda plan: plan.sequence,
+    # Every parameter: norms see a part of the sequence, split matmuls a part of their dims.
+    is_partial=lambda parameter: True,
+    check=check,
+    hooks=hooks,
+    expected=expected,
+    variants=(
+        Variant(name="tensor+sequence", mesh="tensor=8", plan={"sequence": True}),
+        Variant(name="data+tensor+sequence", mesh="data=2,tensor=4", plan={"sequence": True}),
+    ),
+)

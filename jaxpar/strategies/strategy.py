@@ -1,0 +1,119 @@
+"""The shape of a strategy: what one file under `strategies/` has to say.
+
+A strategy is a value, not a class hierarchy: a card for people, rules for the PartitionSpecs, the
+functions it puts in the model's hands, its closed form, and the rows it adds to the tour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
+
+from jaxpar.model.config import ModelConfig, Parameter
+from jaxpar.strategies.plan import Plan
+
+Phase = Literal["forward", "backward", "recompute", "update"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """The three questions every strategy answers, shown by the CLI and the report."""
+
+    name: str
+    axis: str
+    splits: str
+    why: str
+    costs: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """One line of a closed form: `count` executions per step and device of one collective.
+
+    payload_bytes is per execution (see jaxpar.collectives); dtype is the program's, by its HLO name.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    payload_bytes: int
+    dtype: str
+    phase: Phase
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One row of `jaxpar tour`: a mesh (as `MeshSpec.parse` reads it) and the plan's other fields."""
+
+    name: str
+    mesh: str
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where the whole plan puts one parameter.
+
+    spec: its PartitionSpec, stacked dim included.
+    split_axes: the mesh axes that `spec` names.
+    reduced_axes: the mesh axes over which its gradients are summed after the backward: each
+        device's gradient is one summand there, and the spec does not say it is split.
+    local_shape: one device's part, stacked dim included.
+    """
+
+    parameter: Parameter
+    spec: PartitionSpec
+    split_axes: tuple[str, ...]
+    reduced_axes: tuple[str, ...]
+    local_shape: tuple[int, ...]
+
+    @property
+    def local_size(self) -> int:
+        return math.prod(self.local_shape)
+
+
+Layout = tuple[Placed, ...]
+
+
+def _no_hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+    return {}
+
+
+def _no_splits(parameter: Parameter, plan: Plan) -> dict[str, str]:
+    return {}
+
+
+def _nothing_to_check(config: ModelConfig, plan: Plan) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """Everything the composition needs to know of one strategy.
+
+    axes: the mesh axes it serves.
+    is_active: whether this plan uses it.
+    is_partial: whether each device's gradient of a parameter is one summand over `axes`. Where
+        the parameter's PartitionSpec does not name the axis, the gradient is then reduced over it.
+    expected: the closed form of one training step.
+    check: raises PlanError when the model's shapes do not allow it.
+    splits: dim name -> mesh axis, for the dims of a parameter that this strategy splits.
+    hooks: the fields of `model.parallel.Parallel` it fills in.
+    variants: the rows it adds to the tour.
+    """
+
+    card: Card
+    axes: tuple[str, ...]
+    is_active: Callable[[Plan], bool]
+    is_partial: Callable[[Parameter], bool]
+    expected: Callable[[ModelConfig, Plan, Layout], list[Expected]]
+    check: Callable[[ModelConfig, Plan], None] = _nothing_to_check
+    splits: Callable[[Parameter, Plan], dict[str, str]] = _no_splits
+    hooks: Callable[[ModelConfig, Plan], dict[str, Callable[..., Any]]] = _no_hooks
+    variants: tuple[Variant, ...] = ()

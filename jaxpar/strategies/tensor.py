@@ -1,0 +1,203 @@
+"""Tensor parallelism: every matrix is split between devices, and so is every matmul.
+
+What is split    attention by heads, the MLP by its hidden dim, embedding and output by vocabulary.
+                 The first matmul of a pair is split by columns, the second by rows, so that nothing
+                 is exchanged between them.
+Why              a layer too large, or too slow, for one device.
+What it costs    two all-reduces of the residual stream per layer forward and two backward, all of
+                 them waited for: keep `tensor` on the fastest links.
+
+V = B·S·D·bytes of one micro-batch on one device, L layers, m micro-batches:
+
+| collective | phase     | count    | payload_bytes | why                                       |
+|------------|-----------|----------|---------------|-------------------------------------------|
+| all-reduce | forward   | m(2L+1)  | V             | leave attention, MLP and the embedding    |
+| all-reduce | forward   | 3m       | 4·B·S         | cross-entropy: maximum, sum, label        |
+| all-reduce | backward  | m(2L+1)  | V             | enter attention, MLP and the output       |
+| all-reduce | recompute | mL       | V             | leave attention again, with remat='full'  |
+
+Key/value projections are whole on every device when there are fewer heads than devices; each uses
+the heads of its own queries, and the gradient reduction adds the pieces up (see data.py).
+
+Source: Shoeybi et al. 2019 (Megatron-LM) §3; Narayanan et al. 2021 §3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar.collectives import all_reduce, all_reduce_max, vary
+from jaxpar.errors import PlanError, nearest_divisors
+from jaxpar.model.config import ModelConfig, Parameter
+from jaxpar.strategies.plan import DTYPES, Plan
+from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
+
+AXIS = "tensor"
+
+SPLIT_DIMS = ("heads", "kv_heads", "mlp", "vocab")
+"""The dims that mark a parameter as part of a split matmul."""
+
+CARD = Card(
+    name="tensor",
+    axis=AXIS,
+    splits="attention heads, MLP hidden dim and vocabulary; the residual stream is whole",
+    why="a layer too large or too slow for one device",
+    costs="2 all-reduces of B·S·D per layer forward, 2 backward, none of them hidden",
+    source="Shoeybi et al. 2019, §3",
+)
+
+# --- communication ---------------------------------------------------------------------------
+
+
+def enter(x_BSD: Array) -> Array:
+    """Before column-parallel matmuls: nothing forward, one all-reduce of the gradient backward."""
+    with jax.named_scope("enter"):
+        return vary(x_BSD, AXIS)
+
+
+def leave(y_BSD: Array) -> Array:
+    """After a row-parallel matmul: one all-reduce forward, nothing backward."""
+    return all_reduce(y_BSD, AXIS, scope="leave")
+
+
+# --- computation on shards -------------------------------------------------------------------
+
+
+def partial_lookup(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype) -> Array:
+    """Rows of this device's part of the table, zero for other devices' tokens: [B, S, D]."""
+    local_BS, is_here_BS = _local_token(tokens_BS, table_VD.shape[0])
+    rows_BSD = jnp.take(table_VD, local_BS, axis=0)
+    return jnp.where(is_here_BS[..., None], rows_BSD, 0).astype(dtype)
+
+
+def embed(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype) -> Array:
+    """Vocabulary-parallel lookup: [V/n, D], int [B, S] -> [B, S, D], the same on all devices."""
+    return leave(partial_lookup(table_VD, tokens_BS, dtype))
+
+
+def cross_entropy(logits_BSV: Array, labels_BS: Array) -> Array:
+    """Loss per token from each device's scores, which are never gathered.
+
+    float32 [B, S, V/n], int [B, S] -> float32 [B, S]. Three reductions of [B, S] forward; their
+    transposes move nothing. Source: Shoeybi et al. 2019 §3, last paragraph.
+    """
+    max_BS = all_reduce_max(logits_BSV.max(axis=-1), AXIS, scope="cross_entropy/max")
+    shifted_BSV = logits_BSV - max_BS[..., None]
+    sum_BS = all_reduce(jnp.exp(shifted_BSV).sum(axis=-1), AXIS, scope="cross_entropy/sum")
+    local_BS, is_here_BS = _local_token(labels_BS, logits_BSV.shape[-1])
+    label_BS = jnp.take_along_axis(shifted_BSV, local_BS[..., None], axis=-1)[..., 0]
+    label_BS = jnp.where(is_here_BS, label_BS, 0)
+    label_BS = all_reduce(label_BS, AXIS, scope="cross_entropy/label")
+    return jnp.log(sum_BS) - label_BS
+
+
+def _local_token(tokens_BS: Array, local_vocab: int) -> tuple[Array, Array]:
+    """Each token's row in this device's part of the vocabulary, and whether it is there at all."""
+    local_BS = tokens_BS - lax.axis_index(AXIS) * local_vocab
+    is_here_BS = (local_BS >= 0) & (local_BS < local_vocab)
+    return jnp.where(is_here_BS, local_BS, 0), is_here_BS
+
+
+def kv_weight(w_DKH: Array, num_kv_heads: int) -> Array:
+    """The key/value heads of this device's queries: [D, K, H] -> [D, max(K/n, 1), H]."""
+    num_devices = lax.axis_size(AXIS)
+    if num_kv_heads % num_devices == 0:  # the PartitionSpec has already split them
+        return w_DKH
+    head = lax.axis_index(AXIS) // (num_devices // num_kv_heads)
+    return lax.dynamic_slice_in_dim(w_DKH, head, 1, axis=1)
+
+
+# --- closed form -----------------------------------------------------------------------------
+
+
+def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
+    m, L = plan.num_accumulation_steps, config.num_layers
+    num_tokens = plan.local_batch_size * plan.seq_len
+
+    def row(phase: Phase, count: int, why: str) -> Expected:
+        return Expected(
+            kind="all-reduce",
+            axes=(AXIS,),
+            count=count,
+            payload_bytes=num_tokens * config.embed * plan.compute_bytes,
+            dtype=DTYPES[plan.compute_dtype],
+            phase=phase,
+            why=why,
+        )
+
+    rows = [] if plan.sequence else [
+        row("forward", m * (2 * L + 1), "leave attention and MLP of each layer, and embedding"),
+        row("backward", m * (2 * L + 1), "enter attention and MLP of each layer, and output"),
+    ]  # fmt: skip
+    if plan.remat == "full" and not plan.sequence:
+        rows.append(row("recompute", m * L, "leave attention again, to recompute the MLP"))
+    rows.append(
+        Expected(
+            kind="all-reduce",
+            axes=(AXIS,),
+            count=3 * m,
+            payload_bytes=num_tokens * 4,
+            dtype="f32",
+            phase="forward",
+            why="cross-entropy over a split vocabulary: maximum, sum and label",
+        )
+    )
+    return rows
+
+
+# --- rules -----------------------------------------------------------------------------------
+
+
+def check(config: ModelConfig, plan: Plan) -> None:
+    n = plan.size(AXIS)
+    for field in ("num_heads", "mlp_hidden", "vocab"):
+        value = getattr(config, field)
+        if value % n:
+            raise PlanError(
+                f"{config.name}: {field}={value} cannot be split over tensor={n}: it is not a "
+                f"multiple. Nearest sizes of axis tensor: {nearest_divisors(value, n)}."
+            )
+    K = config.num_kv_heads
+    if K % n and n % K:
+        raise PlanError(
+            f"{config.name}: num_kv_heads={K} and tensor={n}: neither is a multiple of the other, "
+            f"so heads can be neither split nor replicated evenly. Nearest sizes of axis tensor: "
+            f"{nearest_divisors(K, n)}, or a multiple of {K}."
+        )
+
+
+def splits(parameter: Parameter, plan: Plan) -> dict[str, str]:
+    n = plan.size(AXIS)
+    sizes = dict(zip(parameter.dims, parameter.shape, strict=True))
+    return {dim: AXIS for dim in SPLIT_DIMS if dim in sizes and sizes[dim] % n == 0}
+
+
+def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+    return {
+        "enter": enter,
+        "leave": leave,
+        "embed": embed,
+        "cross_entropy": cross_entropy,
+        "kv_weight": lambda w_DKH: kv_weight(w_DKH, config.num_kv_heads),
+    }
+
+
+STRATEGY = Strategy(
+    card=CARD,
+    axes=(AXIS,),
+    is_active=lambda plan: plan.size(AXIS) > 1,
+    is_partial=lambda parameter: any(dim in SPLIT_DIMS for dim in parameter.dims),
+    check=check,
+    splits=splits,
+    hooks=hooks,
+    expected=expected,
+    variants=(
+        Variant(name="tensor", mesh="tensor=8"),
+        Variant(name="data+tensor", mesh="data=2,tensor=4"),
+    ),
+)

@@ -1,0 +1,225 @@
+"""One training step out of a Plan: explicit collectives inside one `shard_map`, one `jit` around.
+
+Read `_local_step` first: it is the whole composition, in the order things happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpar.collectives import vary
+from jaxpar.compat import varying_axes
+from jaxpar.errors import PlanError
+from jaxpar.model.config import ModelConfig
+from jaxpar.model.parallel import Parallel
+from jaxpar.model.transformer import Params, abstract_model, init_params
+from jaxpar.strategies import compose
+from jaxpar.strategies.clip import clip, global_norm
+from jaxpar.strategies.data import count_tokens, reduce_gradients, start_gradients, sum_loss
+from jaxpar.strategies.plan import BATCH_AXES, Plan
+from jaxpar.text import Batch
+
+
+class TrainState(NamedTuple):
+    """What a step turns into the next one. `params` are float32 and sharded as the plan says."""
+
+    params: Params
+    opt_state: optax.OptState
+
+
+class Metrics(NamedTuple):
+    """Scalars of one step, the same on every device; `num_tokens` are the valid ones."""
+
+    loss: Array
+    gradient_norm: Array
+    num_tokens: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStep:
+    """A compiled-on-first-use training step of `config` under `plan`.
+
+    Raises PlanError (or ConfigError) when made, for anything the model or the mesh does not allow;
+    tracing does not fail afterwards.
+
+    optimizer: any optax transformation that works leaf by leaf (Adam, SGD, Lion ...); ones that
+        look at a whole leaf or tree would see local shards. clip_norm is the global clipping.
+    """
+
+    config: ModelConfig
+    plan: Plan
+    optimizer: optax.GradientTransformation
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        compose.check(self.config, self.plan)
+        if not self.clip_norm > 0:
+            raise PlanError(f"clip_norm={self.clip_norm!r} must be positive; inf never clips.")
+        abstract_model(self.config)
+
+    # --- where things live -------------------------------------------------------------------
+
+    @cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self.plan.mesh.build()
+
+    @cached_property
+    def layout(self) -> compose.Layout:
+        return compose.layout(self.config, self.plan)
+
+    @cached_property
+    def specs(self) -> TrainState:
+        """PartitionSpecs of the state: moments live where their parameters do."""
+        specs = compose.tree(self.layout, lambda placed: placed.spec)
+        abstract = jax.eval_shape(partial(self._init, seed=0)).opt_state
+        opt_specs = optax.tree.map_params(
+            self.optimizer,
+            lambda _, spec: spec,
+            abstract,
+            specs,
+            transform_non_params=lambda _: PartitionSpec(),
+        )
+        return TrainState(specs, opt_specs)
+
+    @cached_property
+    def batch_spec(self) -> PartitionSpec:
+        """Of tokens, labels and mask, global [B, S]."""
+        return PartitionSpec(self.plan.in_mesh_order(BATCH_AXES) or None)
+
+    # --- using it ----------------------------------------------------------------------------
+
+    def init(self, seed: int = 0) -> TrainState:
+        """A fresh state, born sharded. Its values depend on the seed alone, not on the mesh."""
+        shardings = jax.tree.map(partial(NamedSharding, self.mesh), self.specs)
+        return jax.jit(partial(self._init, seed=seed), out_shardings=shardings)()
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One step on a global batch (tokens, labels, mask: [batch_size, seq_len] each).
+
+        The state is donated: keep the returned one. Raises PlanError for a batch of another shape.
+        """
+        self._check_batch(batch)
+        sharding = NamedSharding(self.mesh, self.batch_spec)
+        return self.jitted(state, jax.device_put(batch, sharding))
+
+    @cached_property
+    def jitted(self) -> Any:
+        """The step as a jitted function of (state, batch), for tracing, compiling and auditing."""
+        specs = self.specs, Batch(*3 * [self.batch_spec])
+        step = jax.shard_map(
+            self._local_step,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=(self.specs, PartitionSpec()),
+            check_vma=True,
+        )
+        return jax.jit(step, donate_argnums=0)
+
+    @cached_property
+    def abstract_inputs(self) -> tuple[TrainState, Batch]:
+        """ShapeDtypeStructs with shardings: what `jitted` can be traced and compiled with."""
+
+        def sharded(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        state = jax.tree.map(sharded, jax.eval_shape(partial(self._init, seed=0)), self.specs)
+        shape = self.plan.batch_size, self.plan.seq_len
+        tokens, mask = (jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.bool_))
+        return state, Batch(*(sharded(x, self.batch_spec) for x in (tokens, tokens, mask)))
+
+    # --- what one device does ----------------------------------------------------------------
+
+    def _init(self, seed: int) -> TrainState:
+        params = init_params(self.config, seed)
+        return TrainState(params, self.optimizer.init(params))
+
+    def _local_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        reduced_axes = compose.tree(self.layout, lambda placed: placed.reduced_axes)
+        split_axes = compose.tree(self.layout, lambda placed: placed.split_axes)
+        parallel = compose.parallel(self.config, self.plan)
+
+        num_tokens = count_tokens(batch.mask_BS)
+        params = start_gradients(state.params, reduced_axes)
+        loss, gradients = accumulate(
+            partial(self._loss, num_tokens=num_tokens, parallel=parallel),
+            params,
+            batch,
+            self.plan.num_accumulation_steps,
+        )
+        loss = sum_loss(loss)
+        gradients = reduce_gradients(gradients, reduced_axes, jnp.dtype(self.plan.reduce_dtype))
+        norm = global_norm(gradients, split_axes)
+        new_state = apply_gradients(state, clip(gradients, norm, self.clip_norm), self.optimizer)
+        return new_state, Metrics(loss, norm, num_tokens)
+
+    def _loss(
+        self, params: Params, batch: Batch, *, num_tokens: Array, parallel: Parallel
+    ) -> Array:
+        """This device's summand of the mean loss per token: a float32 scalar."""
+        return token_loss(
+            self.config, params, batch, parallel, jnp.dtype(self.plan.compute_dtype)
+        ) / num_tokens.astype(jnp.float32)
+
+    def _check_batch(self, batch: Batch) -> None:
+        want = self.plan.batch_size, self.plan.seq_len
+        for name, array in batch._asdict().items():
+            if array.shape != want:
+                raise PlanError(
+                    f"{name} has shape {tuple(array.shape)}, and the plan's batch_size and "
+                    f"seq_len make {want}."
+                )
+
+
+def token_loss(
+    config: ModelConfig, params: Params, batch: Batch, parallel: Parallel, dtype: jnp.dtype
+) -> Array:
+    """Sum of the valid tokens' losses, float32 scalar, of whatever part of the batch is given."""
+    graphdef, _ = abstract_model(config)
+    model = nnx.merge(graphdef, params)
+    loss_BS = model.token_losses(batch.tokens_BS, batch.labels_BS, parallel, dtype)
+    return jnp.sum(jnp.where(batch.mask_BS, loss_BS, 0.0))
+
+
+def accumulate(
+    loss: Callable[[Params, Batch], Array], params: Params, batch: Batch, num_steps: int
+) -> tuple[Array, Params]:
+    """Loss and gradients of `batch`, added up over `num_steps` micro-batches run in turn.
+
+    The leading dim of the batch has to be a multiple of `num_steps`.
+    """
+    value_and_grad = jax.value_and_grad(loss)
+    if num_steps == 1:
+        return value_and_grad(params, batch)
+
+    def add(total: Any, micro_batch: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, value_and_grad(params, micro_batch)), None
+
+    def zeros(x: Array) -> Array:
+        return vary(jnp.zeros_like(x), tuple(varying_axes(x)))
+
+    micro_batches = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), batch)
+    no_loss = vary(jnp.float32(0), tuple(varying_axes(batch.tokens_BS)))
+    total, _ = lax.scan(add, (no_loss, jax.tree.map(zeros, params)), micro_batches)
+    return total
+
+
+def apply_gradients(
+    state: TrainState, gradients: Params, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """The optimizer's step, leaf by leaf on whatever shards are held."""
+    # optax mixes Python floats with integer counters, which strict promotion forbids.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    return TrainState(optax.apply_updates(state.params, updates), opt_state)
+
