@@ -43,7 +43,8 @@ def _cpu_devices_asked_for() -> int:
     in_flags = re.search(
         r"--xla_force_host_platform_device_count=([0-9]{1,6})\b", os.environ.get("XLA_FLAGS", "")
     )
-    return max(jax.config.read("jax_num_cpu_devices"), int(in_flags[1]) if in_flags else 1)
+    in_config: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # made at run time
+    return max(in_config, int(in_flags[1]) if in_flags else 1)
 
 
 def devices_of(platform: str) -> list[jax.Device]:
