@@ -128,8 +128,7 @@ class Embedding(nnx.Module):
 
     def embed(self, tokens_BS: Array, parallel: Parallel, dtype: jnp.dtype) -> Array:
         """The residual stream in the compute dtype: int [B, S] -> [B, S', D]."""
-        with jax.named_scope("embedding"):
-            return parallel.embed(self.table[...], tokens_BS, dtype)
+        return parallel.embed(self.table[...], tokens_BS, dtype)
 
     def logits(self, h_BSD: Array) -> Array:
         """Scores of this device's part of the vocabulary, float32 [B, S, V']."""

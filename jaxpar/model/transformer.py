@@ -38,8 +38,9 @@ class Transformer(nnx.Module):
         self, tokens_BS: Array, labels_BS: Array, parallel: Parallel, compute_dtype: jnp.dtype
     ) -> Array:
         """Cross-entropy of every token: int [B, S], int [B, S] -> float32 [B, S], per shard."""
-        embedding = _gathered(self.embedding, parallel)
-        x_BSD = embedding.embed(tokens_BS, parallel, compute_dtype)
+        with jax.named_scope("embedding"):
+            embedding = _gathered(self.embedding, parallel)
+            x_BSD = embedding.embed(tokens_BS, parallel, compute_dtype)
         rotary = rotary_angles(tokens_BS.shape[1], self.config.head_dim, self.config.rope_theta)
 
         graphdef, stacked = nnx.split(self.layers)

@@ -7,7 +7,6 @@ module in this package that defines a `STRATEGY` takes part.
 from __future__ import annotations
 
 import importlib
-import math
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -44,13 +43,9 @@ def strategy(name: str) -> Strategy:
 
 
 def active_strategies(plan: Plan) -> list[Strategy]:
-    """The strategies this plan uses. Where two fill in the same hook, the later one wins.
-
-    Order: by axis as they are found, except that one which refines another's axis (sequence on
-    tensor) follows it; the alphabet of file names happens not to say so.
-    """
+    """The strategies this plan uses, each after the one it refines."""
     active = [s for s in all_strategies().values() if s.is_active(plan)]
-    return sorted(active, key=lambda s: sum(set(s.axes) <= set(o.axes) for o in active))
+    return sorted(active, key=lambda s: s.refines is not None)
 
 
 def check(config: ModelConfig, plan: Plan) -> None:
@@ -107,7 +102,9 @@ def parallel(config: ModelConfig, plan: Plan) -> Parallel:
     """What the model calls on this plan's mesh."""
     hooks: dict[str, Callable[..., Any]] = {}
     for s in active_strategies(plan):
-        hooks |= s.hooks(config, plan)
+        mine = s.hooks(config, plan)
+        assert s.refines or not hooks.keys() & mine.keys(), f"{s.card.name} replaces others' hooks"
+        hooks |= mine
     if plan.remat == "full":
         # Recomputing the whole layer includes gathering its weights again, so it also replaces
         # a strategy's own choice of what to keep.
@@ -131,8 +128,3 @@ def tree(placed: Layout, pick: Callable[[Placed], Any]) -> Params:
             node = node.setdefault(folder, {})
         node[leaf] = pick(one)
     return result
-
-
-def local_bytes(placed: Layout, bytes_per_element: int) -> int:
-    """Bytes of one device's parameters, at so many bytes per element."""
-    return sum(math.prod(one.local_shape) for one in placed) * bytes_per_element

@@ -125,6 +125,7 @@ STRATEGY = Strategy(
     is_partial=lambda parameter: True,
     check=check,
     hooks=hooks,
+    refines="tensor",
     expected=expected,
     variants=(
         Variant(name="tensor+sequence", mesh="tensor=8", plan={"sequence": True}),

@@ -105,6 +105,7 @@ class Strategy:
     check: raises PlanError when the model's shapes do not allow it.
     splits: dim name -> mesh axis, for the dims of a parameter that this strategy splits.
     hooks: the fields of `model.parallel.Parallel` it fills in.
+    refines: the name of a strategy on the same axis whose hooks it may replace.
     variants: the rows it adds to the tour.
     """
 
@@ -116,4 +117,5 @@ class Strategy:
     check: Callable[[ModelConfig, Plan], None] = _nothing_to_check
     splits: Callable[[Parameter, Plan], dict[str, str]] = _no_splits
     hooks: Callable[[ModelConfig, Plan], dict[str, Callable[..., Any]]] = _no_hooks
+    refines: str | None = None
     variants: tuple[Variant, ...] = ()
