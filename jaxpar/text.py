@@ -29,14 +29,17 @@ MIB = 1 << 20
 
 
 class Batch(NamedTuple):
-    """One global batch on the host, and a JAX pytree."""
+    """One batch, a JAX pytree. A corpus fills it with NumPy arrays, a step with its own shards.
 
-    tokens_BS: npt.NDArray[np.int32]
-    """Bytes; 0 where the mask is 0."""
-    labels_BS: npt.NDArray[np.int32]
-    """The byte after each token; 0 where the mask is 0."""
-    mask_BS: npt.NDArray[np.float32]
-    """1 where token and label count, 0 in the padding at the end of a row."""
+    The types are open because the same tree also carries shapes and PartitionSpecs.
+    """
+
+    tokens_BS: Any
+    """int32 bytes; 0 where the mask is 0."""
+    labels_BS: Any
+    """int32, the byte after each token; 0 where the mask is 0."""
+    mask_BS: Any
+    """float32: 1 where token and label count, 0 in the padding at the end of a row."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
@@ -97,6 +97,7 @@ SPECS = st.builds(
 
 
 @settings(deadline=None)
+@example(spec=MeshSpec(axes={"data": 2}, name='\x00\x7f"\\é', description="a\r\n\tb\x85"))
 @given(spec=SPECS)
 def test_toml_comes_back_equal(spec: MeshSpec, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "round-trip.toml"

@@ -78,8 +78,11 @@ def test_standard_library() -> None:
     assert b"def " in corpus.data.tobytes()
     assert corpus.data.max() < VOCABULARY_SIZE
     assert Corpus.standard_library().data.size == 1 << 20
+
+
+def test_text_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
-        corpus.data[0] = 0
+        COUNTING.data[0] = 0
 
 
 def test_standard_library_that_is_not_there(
