@@ -28,5 +28,5 @@ $(READY): pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "'$(PYTHON) -m venv' failed; Debian and Ubuntu have it in the package python3-venv."; \
 	  exit 1; } >&2
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install -qq --editable '.[test]'
 	@touch $@
