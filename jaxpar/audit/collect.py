@@ -1,0 +1,364 @@
+"""From a module that was read to its collectives: each logical operation once, with its cost.
+
+Groups of one device move nothing and are dropped here, as are operations that never run. Whatever
+is recognised as communication and not understood becomes a finding of severity "error", which
+makes the audit incomplete: no number is ever smaller in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxpar.audit.dataflow import Dataflow
+from jaxpar.audit.dtypes import program_dtype
+from jaxpar.audit.execution import Count, Execution
+from jaxpar.audit.groups import (
+    Axes,
+    axes_of_groups,
+    axes_of_pairs,
+    parse_groups,
+    parse_pairs,
+    to_device_ids,
+)
+from jaxpar.audit.reader import Computation, Instruction, Module, Operand
+from jaxpar.audit.result import Buffer, Collective, Finding
+from jaxpar.audit.scope import phase_of, scope_of, unmerged
+from jaxpar.audit.shape import Array, Shape, integer, leaves, nbytes
+from jaxpar.errors import AuditError
+
+KINDS = frozenset(
+    {
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+        "collective-permute",
+        "ragged-all-to-all",
+        "collective-broadcast",
+    }
+)
+"""Opcodes that communicate, without `-start`."""
+
+MAX_MEMBERS = 1 << 25
+"""Members of all different device groups of a module that are expanded, together."""
+
+_RELATED = ("all-", "collective-", "ragged-", "reduce-scatter")
+_ENDS = ("-done", "-update")  # the operation was counted where it started
+_CHAIN = re.compile(r'\bchain_id="(\w+)"')
+_LOCAL = frozenset({"after-all"})
+_NEWER = "Update jaxpar, or report the text: this form of communication is not understood yet."
+_DAMAGED = "Print the text again with compiled.as_text(), and pass all of it."
+_HOST_TARGETS = ("_xla_megascale", "_xla_send_recv_source_target_pairs")
+
+
+class Collector:
+    """Walks over one module; `collectives` and `findings` grow as it goes."""
+
+    def __init__(
+        self,
+        module: Module,
+        flow: Dataflow,
+        runs: Execution,
+        *,
+        mesh: Mapping[str, int] | None,
+        devices: int | None,
+        platform: str,
+    ) -> None:
+        self.module = module
+        self.flow = flow
+        self.runs = runs
+        self.mesh = mesh
+        self.devices = devices
+        self.platform = platform
+        self.collectives: list[Collective] = []
+        self.findings: list[Finding] = []
+        self._homes: dict[str, None] = {}  # computations that communicate
+        self._axes: dict[tuple[str, ...], Axes] = {}
+        self._expanded = 0
+        self._chains: dict[tuple[str, str], bool] = {}  # TPU fusions: was the start seen?
+        self._async_starts = {
+            name
+            for name, computation in module.computations.items()
+            if any(
+                found.opcode == "custom-call" and "AsyncCollectiveStart" in found.attributes_text
+                for found in computation.instructions.values()
+            )
+        }
+
+    def run(self) -> None:
+        """Fill `collectives` and `findings`. AuditError for damaged groups, types or devices."""
+        for computation in self.module.computations.values():
+            for found in computation.instructions.values():
+                kind = found.opcode.removesuffix("-start")
+                if kind in KINDS:
+                    self._collective(computation, found, kind)
+                elif not found.opcode.endswith(_ENDS):
+                    self._other(found)
+        for (_, chain), started in self._chains.items():
+            if not started:
+                self._unhandled(f"an asynchronous TPU collective, chain {chain}, without start")
+        self._unknown_loops()
+
+    def _collective(self, computation: Computation, found: Instruction, kind: str) -> None:
+        count = self.runs.counts.get(computation.name)
+        if count is None:
+            self._unhandled(f"{found.opcode} in {computation.name}, which nobody calls", found)
+            return
+        if count.high == 0:
+            return
+        callers = self.flow.callers.get(computation.name, [])
+        outer = callers[0][1] if len(callers) == 1 else None
+        fused = outer is not None and outer.opcode == "fusion"
+        waits = found.opcode.endswith("-start") or computation.name in self.runs.waits
+        payload = None
+        if fused and kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
+            # TPU: an all-reduce of which each device keeps its slice, done as a reduce-scatter.
+            kind = "reduce-scatter"
+            payload = sum(nbytes(given.shape) for given in computation.parameters.values())
+        elif fused and self.platform == "tpu":
+            chain = _chain(found)
+            if not chain:
+                self._unhandled(f"{found.opcode} inside fusion {computation.name}", found)
+                return
+            # TPU: printed where it starts, in each fusion it overlaps with, and where it ends.
+            key = (callers[0][0].name, chain)
+            starts = computation.name in self._async_starts
+            self._chains[key] = self._chains.get(key, False) or starts
+            if not starts:
+                return
+            waits = True
+        if "slice_sizes=" in found.attributes_text and kind == "collective-permute":
+            self._unhandled(f"{found.opcode} of slices", found)
+            return
+        self._homes[computation.name] = None
+        self._add(computation, found, kind, count, outer, waits, payload)
+
+    def _add(
+        self,
+        computation: Computation,
+        found: Instruction,
+        kind: str,
+        count: Count,
+        outer: Instruction | None,
+        waits: bool,
+        payload: int | None,
+    ) -> None:
+        from jaxpar.collectives import wire_bytes  # imports JAX, which reading text does not need
+
+        where = self._where(found, kind)
+        if where.group_size == 1:
+            return
+        results = _results(found, kind)
+        if payload is None:
+            payload = self._payload(computation, found, kind, results, where)
+        described = found
+        # TPU's SparseCore clones one operation's metadata into all that look like it.
+        cloned = outer is not None and outer.opcode.endswith("-start")
+        if outer is not None and outer.op_name and (cloned or not found.op_name):
+            described = outer
+        is_async = waits and '"is_sync":true' not in found.attributes_text
+        self.collectives.append(
+            Collective(
+                kind=kind,
+                axes=where.axes,
+                axes_note=where.note,
+                group_size=where.group_size,
+                num_groups=where.num_groups,
+                dtype="+".join(dict.fromkeys(array.dtype for array in leaves(results))),
+                program_dtype=program_dtype(self.flow, computation, found, results, self.platform),
+                count=count.exact,
+                count_min=count.low,
+                count_max=count.high,
+                payload_bytes=payload,
+                wire_bytes=wire_bytes(kind, payload, where.group_size),
+                phase=phase_of(described.op_name, self.module.differentiated),
+                scope=scope_of(described.op_name),
+                source=self.module.source_of(described),
+                is_async=is_async,
+                exposed_fraction=None if is_async else 1.0,
+                buffers=self._buffers(
+                    computation, found, kind, results, payload, described.op_name
+                ),
+            )
+        )
+
+    def _where(self, found: Instruction, kind: str) -> Axes:
+        attributes = found.attributes
+        paired = kind == "collective-permute"
+        text = attributes.get("source_target_pairs" if paired else "replica_groups", "")
+        channel = "channel_id" in attributes
+        global_ids = attributes.get("use_global_device_ids") == "true"
+        key = (kind, text, str(channel), str(global_ids))
+        if key not in self._axes:
+            replicas, partitions = self.module.replicas, self.module.partitions
+            everyone = self.devices
+            if replicas and partitions and not global_ids:
+                by_partition = channel and kind not in ("all-reduce", "all-gather")
+                by_partition = by_partition and kind != "reduce-scatter"
+                everyone = partitions if by_partition else replicas
+            groups = to_device_ids(
+                parse_pairs(text) if paired else parse_groups(text, everyone),
+                kind=kind,
+                channel=channel,
+                global_ids=global_ids,
+                replicas=replicas,
+                partitions=partitions,
+            )
+            self._expanded += sum(map(len, groups))
+            if self._expanded > MAX_MEMBERS:
+                raise AuditError(
+                    f"All device groups together have more than {MAX_MEMBERS} members. "
+                    "No program needs so many different ones; the text is damaged."
+                )
+            if paired:
+                pairs = np.asarray(groups, dtype=np.int64).reshape(-1, 2)
+                self._axes[key] = axes_of_pairs(pairs, self.mesh, self.devices)
+            else:
+                self._axes[key] = axes_of_groups(groups, self.mesh, text)
+        return self._axes[key]
+
+    def _payload(
+        self,
+        computation: Computation,
+        found: Instruction,
+        kind: str,
+        results: Shape,
+        where: Axes,
+    ) -> int:
+        """Payload from the result, checked against the operands: both say it, or neither counts."""
+        result = nbytes(results)
+        payload = result * where.group_size if kind == "reduce-scatter" else result
+        given = [self._shape(computation, operand) for operand in found.operands]
+        if None in given or not given:
+            message = f"{found.name} (line {found.line}) reads a value that is not in the text"
+            self._error("missing-operand", message, found, _DAMAGED)
+            return payload
+        buffers = [nbytes(shape) for shape in given if shape is not None]
+        if kind == "ragged-all-to-all":
+            self.findings.append(
+                Finding(
+                    rule="ragged-upper-bound",
+                    severity="info",
+                    message=f"{found.name} sends as much of its buffer as the data asks for; "
+                    f"its {buffers[0]} bytes are the upper bound",
+                    source=self.module.source_of(found),
+                    remedy="Nothing to change; measure it where the real amount matters.",
+                )
+            )
+            return buffers[0]
+        expected = sum(buffers) * (where.group_size if kind == "all-gather" else 1)
+        if expected != payload:
+            message = (
+                f"{found.name} (line {found.line}): its operands mean {expected} bytes and its "
+                f"result {payload}"
+            )
+            self._error("shape-mismatch", message, found, _DAMAGED)
+        return max(payload, expected)
+
+    def _buffers(
+        self,
+        computation: Computation,
+        found: Instruction,
+        kind: str,
+        results: Shape,
+        payload: int,
+        op_name: str,
+    ) -> tuple[Buffer, ...]:
+        """The payload divided among the results, each with its own phase where that was kept."""
+        arrays = list(leaves(results))
+        if kind == "all-to-all" and "dimensions" not in found.attributes:
+            arrays = arrays[:1]  # one buffer, passed in pieces
+        differentiated = self.module.differentiated
+        names = unmerged(op_name)
+        if len(names) != len(arrays):
+            names = [op_name] * len(arrays)
+            for user in self.flow.users(computation, found.name):
+                if user.opcode == "get-tuple-element" and user.op_name:
+                    index = integer(user.attributes.get("index", ""), f"index of {user.name}")
+                    if 0 <= index < len(names):
+                        names[index] = user.op_name
+        total = sum(array.nbytes for array in arrays)
+        return tuple(
+            Buffer(
+                dtype=array.dtype,
+                payload_bytes=array.nbytes * payload // total if total else 0,
+                phase=phase_of(name, differentiated),
+            )
+            for array, name in zip(arrays, names, strict=True)
+        )
+
+    def _shape(self, computation: Computation, operand: Operand) -> Shape | None:
+        producer = computation.instructions.get(operand.name)
+        if producer is None:
+            return None
+        shape = producer.shape
+        for step in operand.path:
+            if isinstance(shape, Array) or step >= len(shape):
+                return None
+            shape = shape[step]
+        return shape
+
+    def _other(self, found: Instruction) -> None:
+        """Findings for communication that is none of `KINDS`."""
+        opcode = found.opcode
+        if opcode in ("send", "recv"):
+            if "is_host_transfer=true" not in found.attributes_text or any(
+                target in found.attributes_text for target in _HOST_TARGETS
+            ):
+                self._unhandled(f"{opcode} between devices", found)
+        elif opcode.startswith(_RELATED) and opcode not in _LOCAL:
+            self._unhandled(f"the operation {opcode}", found)
+
+    def _unhandled(self, what: str, found: Instruction | None = None) -> None:
+        name = f" ({found.name}, line {found.line})" if found is not None else ""
+        message = f"not counted: {what}{name}"
+        self._error("unhandled-communication", message, found, _NEWER)
+
+    def _error(self, rule: str, message: str, found: Instruction | None, remedy: str) -> None:
+        source = self.module.source_of(found) if found is not None else None
+        self.findings.append(
+            Finding(rule=rule, severity="error", message=message, source=source, remedy=remedy)
+        )
+
+    def _unknown_loops(self) -> None:
+        """A finding for each loop that communicates an unknown number of times."""
+        above = set(self._homes)
+        todo = list(above)
+        while todo:
+            for computation, _ in self.flow.callers.get(todo.pop(), []):
+                if computation.name not in above:
+                    above.add(computation.name)
+                    todo.append(computation.name)
+        for loop in self.runs.unknown_loops:
+            if dict(loop.called).get("body") in above:
+                self.findings.append(
+                    Finding(
+                        rule="unknown-trip-count",
+                        severity="warning",
+                        message=f"loop {loop.name} communicates, and how often it runs is decided "
+                        "by data; counts inside are unknown",
+                        source=self.module.source_of(loop),
+                        remedy="Use lax.scan or a fori_loop with constant bounds, or read the "
+                        "counts as per trip of this loop.",
+                    )
+                )
+
+
+def _results(found: Instruction, kind: str) -> Shape:
+    """The result part of a type: a start's type holds its operands before its results."""
+    shape = found.shape
+    if not found.opcode.endswith("-start") or isinstance(shape, Array) or len(shape) < 2:
+        return shape
+    plain = all(isinstance(part, Array) for part in shape)
+    if kind == "all-reduce" and plain and len(found.operands) == len(shape):
+        return shape  # older XLA prints only the results of an all-reduce-start
+    return shape[1]
+
+
+def _chain(found: Instruction) -> str:
+    """The chain_id that ties the pieces of an asynchronous TPU collective together, or ""."""
+    match = _CHAIN.search(found.attributes.get("frontend_attributes", ""))
+    return match[1] if match else ""

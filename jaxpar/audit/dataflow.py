@@ -1,0 +1,161 @@
+"""Where values come from and who uses them, across computations.
+
+Both questions are walks of bounded length without recursion over the text's own graph; a walk that
+gets too long, or that meets a computation called from several places, ends in "not known".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from jaxpar.audit.reader import Computation, Instruction, Module, Operand
+from jaxpar.audit.shape import integer
+
+MAX_STEPS = 200
+"""Longest walk through values; XLA needs about ten."""
+
+MAX_DEPTH = 16
+"""Loops within loops that are looked through for a value that none of them changes."""
+
+SAME_VALUE = frozenset({"copy", "bitcast", "reshape", "copy-start", "copy-done", "opt-barrier"})
+"""Opcodes whose result is their first operand, element by element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A value: a name in a computation, a path into its tuple, and the calls we came in by."""
+
+    computation: Computation
+    operand: Operand
+    calls: tuple[tuple[Computation, Instruction], ...] = ()
+
+    @property
+    def instruction(self) -> Instruction | None:
+        return self.computation.instructions.get(self.operand.name)
+
+
+class Dataflow:
+    """Answers about one module; remembers who calls and who uses whom."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.callers: dict[str, list[tuple[Computation, Instruction]]] = {}
+        for computation in module.computations.values():
+            for found in computation.instructions.values():
+                # An asynchronous call is printed up to three times and runs where it starts.
+                called = () if found.opcode.endswith(("-done", "-update")) else found.called
+                for _, name in called:
+                    self.callers.setdefault(name, []).append((computation, found))
+        self._users: dict[str, dict[str, list[Instruction]]] = {}
+        self._invariant: dict[tuple[str, int], bool] = {}
+        self._depth = 0
+
+    def users(self, computation: Computation, name: str) -> list[Instruction]:
+        """Instructions of `computation` that read the value `name`."""
+        if computation.name not in self._users:
+            users: dict[str, list[Instruction]] = {}
+            for found in computation.instructions.values():
+                for read in {operand.name for operand in found.operands}:
+                    users.setdefault(read, []).append(found)
+            self._users[computation.name] = users
+        return self._users[computation.name].get(name, [])
+
+    def origin(
+        self, place: Place, *, through: Collection[str] = SAME_VALUE, stop: str = ""
+    ) -> Place | None:
+        """Back to the instruction that makes this value, through tuples, calls and `through`.
+
+        Ends at a parameter of the computation named `stop`, with what path of it is read. None
+        when the way is not unique or too long.
+        """
+        for _ in range(MAX_STEPS):
+            found = place.instruction
+            if found is None:
+                return None
+            if found.opcode == "parameter":
+                if not place.calls and place.computation.name == stop:
+                    return place
+                outside = self._outside(place, found)
+                if outside is None:
+                    return None
+                place = outside
+                continue
+            step = self._inside(place, found, through)
+            if step is None or step is place:
+                return step
+            place = step
+        return None
+
+    def invariant(self, body: Computation, index: int) -> bool:
+        """Whether element `index` of a loop's state leaves `body` as it came in."""
+        key = (body.name, index)
+        root = body.root
+        if key not in self._invariant:
+            self._invariant[key] = False  # also the answer to anybody who asks in a circle
+            if root is not None and self._depth < MAX_DEPTH:
+                self._depth += 1
+                start = Place(computation=body, operand=Operand(name=root.name, path=(index,)))
+                end = self.origin(start, stop=body.name)
+                self._depth -= 1
+                self._invariant[key] = (
+                    end is not None
+                    and end.operand.path == (index,)
+                    and end.instruction is not None
+                    and end.instruction.opcode == "parameter"
+                )
+        return self._invariant[key]
+
+    def _inside(self, place: Place, found: Instruction, through: Collection[str]) -> Place | None:
+        """One step back within a computation, or into one; `place` itself where the way ends."""
+        path = place.operand.path
+        if found.opcode == "get-tuple-element" and found.operands:
+            index = integer(found.attributes.get("index", ""), f"index of {found.name}")
+            return _at(place, found.operands[0], (index, *path))
+        if found.opcode == "tuple":
+            if not path or path[0] >= len(found.operands):
+                return place
+            return _at(place, found.operands[path[0]], path[1:])
+        if found.opcode in through and found.operands:
+            return _at(place, found.operands[0], path)
+        if found.opcode in ("fusion", "call") and len(found.called) == 1:
+            callee = self.module.computations.get(found.called[0][1])
+            if callee is None or callee.root is None:
+                return None
+            return Place(
+                computation=callee,
+                operand=Operand(name=callee.root.name, path=path),
+                calls=(*place.calls, (place.computation, found)),
+            )
+        if found.opcode == "while" and path and found.operands:
+            body = self.module.computations.get(dict(found.called).get("body", ""))
+            if body is not None and self.invariant(body, path[0]):
+                return _at(place, found.operands[0], path)
+        return place
+
+    def _outside(self, place: Place, parameter: Instruction) -> Place | None:
+        """From a parameter to what the caller passes."""
+        number = integer(parameter.operands_text, f"parameter {parameter.name}")
+        path = place.operand.path
+        if place.calls:
+            computation, call = place.calls[-1]
+            calls = place.calls[:-1]
+        else:
+            sites = self.callers.get(place.computation.name, [])
+            if len(sites) != 1:
+                return None
+            (computation, call), calls = sites[0], ()
+            if call.opcode == "while":
+                body = self.module.computations.get(dict(call.called).get("body", ""))
+                if body is None or not path or not self.invariant(body, path[0]):
+                    return None
+            elif call.opcode not in ("fusion", "call"):
+                return None
+        if number >= len(call.operands):
+            return None
+        outside = Place(computation=computation, operand=call.operands[number], calls=calls)
+        return _at(outside, call.operands[number], path)
+
+
+def _at(place: Place, operand: Operand, path: tuple[int, ...]) -> Place:
+    return replace(place, operand=replace(operand, path=(*operand.path, *path)))

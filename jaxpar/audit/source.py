@@ -1,0 +1,263 @@
+"""`audit(thing)`: from anything that names a compiled program to an `Audit`.
+
+Text is read as a stream with a limit on its size and never handed to XLA's own parser, which can
+kill the process on text that it did not print.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpar.audit.collect import Collector
+from jaxpar.audit.dataflow import Dataflow
+from jaxpar.audit.execution import execution
+from jaxpar.audit.groups import MAX_DEVICES
+from jaxpar.audit.reader import MAX_PROBLEMS, Module, read_hlo
+from jaxpar.audit.result import Audit, Finding, Memory, Program
+from jaxpar.errors import AuditError
+
+MAX_TEXT_BYTES = 1 << 29
+"""Largest HLO text that is read, decompressed: 512 MiB, a hundred times a large program."""
+
+MAX_LINE_BYTES = 1 << 26
+"""Longest line that is read, 64 MiB; XLA's longest print whole constants."""
+
+_CHUNK = 1 << 22
+_PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
+
+
+def audit(thing: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Audit:
+    """What `thing` communicates once compiled.
+
+    `thing` is a jitted function with its arguments (arrays or `jax.ShapeDtypeStruct`s; nothing is
+    run), a Lowered, a Compiled, HLO text, or the path of a file with HLO text (`.gz` too).
+    `mesh` names the axes: a mapping of axis to size in mesh order, a jax Mesh, or anything whose
+    `shape` or `axes` is such a mapping. Without one, the mesh of the program's own shardings is
+    used where it has one; else axes are named by size and stride, and notes say so.
+
+    Raises AuditError for what is no compiled program, is not partitioned yet, is damaged beyond
+    reading, or does not fit the mesh. Text with something missing gives `complete=False`.
+    """
+    axes = None if mesh is None else _axes(mesh)
+    if isinstance(thing, (str, os.PathLike)):
+        if args or kwargs:
+            raise AuditError("A text or path takes no further arguments; give the function itself.")
+        if isinstance(thing, str) and ("\n" in thing or thing.startswith("HloModule")):
+            return _audit(_text_lines(thing), axes)
+        return _audit(_file_lines(Path(thing)), axes)
+    compiled = _compiled(thing, args, kwargs)
+    text = compiled.as_text()
+    if not text:
+        raise AuditError(
+            "This Compiled shows no HLO text (its backend keeps none). "
+            "Compile with xla_dump_to and audit the file that XLA writes."
+        )
+    shardings = _shardings(compiled)
+    if axes is None:
+        axes = _own_mesh(shardings)
+    devices = (device for sharding in shardings for device in sharding.device_set)
+    device = next(devices, None)
+    platform = _PLATFORMS.get(device.platform, device.platform) if device else None
+    return _audit(_text_lines(text), axes, platform=platform, memory=_memory(compiled))
+
+
+def _audit(
+    lines: Iterable[str],
+    mesh: dict[str, int] | None,
+    *,
+    platform: str | None = None,
+    memory: Memory | None = None,
+) -> Audit:
+    module = read_hlo(lines)
+    if module.unpartitioned:
+        raise AuditError(
+            f"Line {module.unpartitioned} still awaits XLA's partitioner, so the text does not "
+            "hold the collectives yet. Audit the compiled program: pass the Lowered itself, or "
+            "lowered.compile()."
+        )
+    devices = _devices(module, mesh)
+    flow = Dataflow(module)
+    runs = execution(module, flow)
+    collector = Collector(
+        module, flow, runs, mesh=mesh, devices=devices, platform=platform or module.platform
+    )
+    collector.run()
+    missing = [
+        *(f"computation {name!r} is called and not there" for name in runs.missing),
+        *(f"no line defines {value}" for value in module.undefined()),
+    ]
+    findings = [
+        *(
+            Finding(
+                rule="text-incomplete",
+                severity="error",
+                message=problem,
+                source=None,
+                remedy="Print the text again with compiled.as_text(), and pass all of it.",
+            )
+            for problem in [*module.problems, *missing[:MAX_PROBLEMS]]
+        ),
+        *collector.findings,
+    ]
+    program = Program(
+        name=module.name,
+        platform=platform or module.platform,
+        num_devices=devices,
+        scheduled=module.scheduled,
+        complete=all(finding.severity != "error" for finding in findings),
+    )
+    return Audit(
+        program=program,
+        mesh=mesh,
+        collectives=tuple(collector.collectives),
+        memory=memory,
+        findings=tuple(findings),
+    )
+
+
+def _devices(module: Module, mesh: dict[str, int] | None) -> int | None:
+    """How many devices run the module: as it says, or as the mesh has. AuditError if they differ.
+
+    A program over several slices is compiled per slice, so there the mesh may be larger; such a
+    program communicates by sends, which make the audit incomplete.
+    """
+    on_mesh = None if mesh is None else math.prod(mesh.values())
+    if module.replicas is None or module.partitions is None:
+        return on_mesh
+    devices = module.replicas * module.partitions
+    if devices > MAX_DEVICES:
+        raise AuditError(f"The header speaks of {devices} devices; at most {MAX_DEVICES} are read.")
+    if on_mesh is None or on_mesh == devices or (on_mesh % devices == 0 and _has_slices(module)):
+        return devices
+    raise AuditError(
+        f"The mesh {mesh} has {on_mesh} devices and the program was compiled for {devices}. "
+        "Give the mesh that it was compiled for; text without num_partitions is not partitioned."
+    )
+
+
+def _has_slices(module: Module) -> bool:
+    return any(
+        found.opcode == "send" and "_xla_megascale" in found.attributes_text
+        for computation in module.computations.values()
+        for found in computation.instructions.values()
+    )
+
+
+def _axes(mesh: Any) -> dict[str, int]:
+    """Axis sizes in mesh order out of a mapping, a jax Mesh, or something with such a mapping."""
+    candidates = (mesh, getattr(mesh, "shape", None), getattr(mesh, "axes", None))
+    axes = next((dict(found) for found in candidates if isinstance(found, Mapping)), None)
+    if not axes:
+        raise AuditError(
+            f"mesh={mesh!r} names no axes. Give a mapping such as {{'data': 2, 'tensor': 4}}, "
+            "or a jax Mesh."
+        )
+    for name, size in axes.items():
+        if not isinstance(name, str) or not isinstance(size, int) or size < 1:
+            raise AuditError(
+                f"mesh axis {name!r} has size {size!r}: names are strings, sizes positive integers."
+            )
+    if math.prod(axes.values()) > MAX_DEVICES:
+        raise AuditError(f"mesh={axes} has more than {MAX_DEVICES} devices.")
+    return axes
+
+
+def _compiled(thing: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from jax import stages
+
+    if isinstance(thing, (stages.Compiled, stages.Lowered)):
+        if args or kwargs:
+            raise AuditError("A Lowered or Compiled already has its arguments; give none.")
+        return thing.compile() if isinstance(thing, stages.Lowered) else thing
+    if isinstance(thing, (bytes, bytearray)) or not callable(getattr(thing, "lower", None)):
+        raise AuditError(
+            f"{type(thing).__name__!r} cannot be audited. Give a jitted function (jax.jit(f)) with "
+            "its arguments, a Lowered, a Compiled, HLO text, or the path of such text."
+        )
+    return thing.lower(*args, **kwargs).compile()
+
+
+def _shardings(compiled: Any) -> list[Any]:
+    import jax
+
+    try:
+        leaves = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return []  # compiled by a plug-in that does not tell
+    return [leaf for leaf in leaves if isinstance(leaf, jax.sharding.Sharding)]
+
+
+def _own_mesh(shardings: list[Any]) -> dict[str, int] | None:
+    """The mesh of the program's own shardings, when they all speak of the same one."""
+    shapes = [dict(sharding.mesh.shape) for sharding in shardings if hasattr(sharding, "mesh")]
+    same = shapes and all(list(shape.items()) == list(shapes[0].items()) for shape in shapes)
+    return (shapes[0] or None) if same else None
+
+
+def _memory(compiled: Any) -> Memory | None:
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    return Memory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        peak_bytes=getattr(stats, "peak_memory_in_bytes", None),
+    )
+
+
+def _text_lines(text: str) -> Iterable[str]:
+    if len(text) > MAX_TEXT_BYTES:
+        raise _too_large("The text")
+    return io.StringIO(text)
+
+
+def _file_lines(path: Path) -> Iterator[str]:
+    if path.is_dir():
+        raise AuditError(f"{path} is a folder. Give one text file of it, *after_optimizations.txt.")
+    if path.suffix == ".pb":
+        raise AuditError(f"{path} is a protocol buffer. Give the .txt that XLA writes beside it.")
+    try:
+        with path.open("rb") as raw:
+            zipped = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            if zipped:
+                with gzip.open(raw) as stream:
+                    yield from _stream_lines(stream.read, path)
+            else:
+                yield from _stream_lines(raw.read, path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise AuditError(f"{path} is a damaged .gz file ({error}). Copy it again.") from error
+    except OSError as error:
+        raise AuditError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _stream_lines(read: Callable[[int], bytes], path: Path) -> Iterator[str]:
+    """Lines, with limits on the whole and on each."""
+    total = 0
+    rest = b""
+    while chunk := read(_CHUNK):
+        total += len(chunk)
+        if total > MAX_TEXT_BYTES or len(rest) > MAX_LINE_BYTES:
+            raise _too_large(str(path))
+        if b"\0" in chunk:
+            raise AuditError(f"{path} is binary. Give HLO text, as compiled.as_text() prints it.")
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode("utf-8", "replace")
+    if rest:
+        yield rest.decode("utf-8", "replace")
+
+
+def _too_large(what: str) -> AuditError:
+    return AuditError(
+        f"{what} has more than {MAX_TEXT_BYTES >> 20} MiB, or a line of more than "
+        f"{MAX_LINE_BYTES >> 20} MiB. Print HLO without large constants, or scan over layers."
+    )
