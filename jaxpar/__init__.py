@@ -1,0 +1,70 @@
+"""Every LLM parallelism strategy as a named-axis mesh with explicit collectives, and an auditor.
+
+The public names; everything is imported on first use, so that `import jaxpar` is cheap and starts
+no backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxpar.audit import Audit, audit
+    from jaxpar.audit.asked import asked
+    from jaxpar.audit.compare import compare
+    from jaxpar.errors import JaxparError
+    from jaxpar.mesh import MeshSpec, use_cpu_devices
+    from jaxpar.model.config import ModelConfig, preset
+    from jaxpar.strategies.compose import expected
+    from jaxpar.strategies.plan import Plan
+    from jaxpar.text import Batch, Corpus
+    from jaxpar.train import TrainState, TrainStep
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Audit": "jaxpar.audit",
+    "audit": "jaxpar.audit",
+    "asked": "jaxpar.audit.asked",
+    "compare": "jaxpar.audit.compare",
+    "JaxparError": "jaxpar.errors",
+    "MeshSpec": "jaxpar.mesh",
+    "use_cpu_devices": "jaxpar.mesh",
+    "ModelConfig": "jaxpar.model.config",
+    "preset": "jaxpar.model.config",
+    "expected": "jaxpar.strategies.compose",
+    "Plan": "jaxpar.strategies.plan",
+    "Batch": "jaxpar.text",
+    "Corpus": "jaxpar.text",
+    "TrainState": "jaxpar.train",
+    "TrainStep": "jaxpar.train",
+}
+
+__all__ = [
+    "Audit",
+    "Batch",
+    "Corpus",
+    "JaxparError",
+    "MeshSpec",
+    "ModelConfig",
+    "Plan",
+    "TrainState",
+    "TrainStep",
+    "asked",
+    "audit",
+    "compare",
+    "expected",
+    "preset",
+    "use_cpu_devices",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

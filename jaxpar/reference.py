@@ -6,8 +6,8 @@ accumulation, the whole vocabulary's logits, jax.grad's gradients and optax's ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,24 +28,34 @@ def reference_init(
     return TrainState(params, optimizer.init(params))
 
 
-def reference_step(
+def plain_step(
     config: ModelConfig,
     optimizer: optax.GradientTransformation,
     *,
     clip_norm: float = 1.0,
     compute_dtype: str = "float32",
-) -> Any:
-    """A jitted (state, batch) -> (state, Metrics) on one device, for the same global batch."""
+    parallel: Parallel | None = None,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """One training step on a global batch that knows of no devices; jit it where you like.
+
+    On one device it is the reference. With shardings on its arguments, and `parallel` to pin
+    activations down, it is the program that XLA's partitioner splits by itself (GSPMD), which
+    explicit steps are timed against.
+    """
+    parallel = parallel or Parallel()
 
     def mean_loss(params: Params, batch: Batch) -> jax.Array:
-        total = token_loss(config, params, batch, Parallel(), jnp.dtype(compute_dtype))
-        return total / batch.mask_BS.sum().astype(jnp.float32)
+        total = token_loss(config, params, batch, parallel, jnp.dtype(compute_dtype))
+        return total / count(batch).astype(jnp.float32)
+
+    def count(batch: Batch) -> jax.Array:
+        return jnp.sum(batch.mask_BS != 0, dtype=jnp.int32)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, gradients = jax.value_and_grad(mean_loss)(state.params, batch)
         norm = optax.tree.norm(gradients)
         clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradients, optax.EmptyState())
-        metrics = Metrics(loss, norm, batch.mask_BS.sum().astype(jnp.int32))
-        return apply_gradients(state, clipped, optimizer), metrics
+        new_state = apply_gradients(state, clipped, optimizer)
+        return new_state, Metrics(loss, norm, count(batch))
 
-    return jax.jit(step)
+    return step

@@ -65,6 +65,8 @@ class TrainStep:
         compose.check(self.config, self.plan)
         if not self.clip_norm > 0:
             raise PlanError(f"clip_norm={self.clip_norm!r} must be positive; inf never clips.")
+        # Before anything else makes JAX choose how many CPU devices there are.
+        assert self.mesh.size == self.plan.mesh.num_devices
         abstract_model(self.config)
 
     # --- where things live -------------------------------------------------------------------
@@ -108,9 +110,18 @@ class TrainStep:
 
         The state is donated: keep the returned one. Raises PlanError for a batch of another shape.
         """
-        self._check_batch(batch)
-        sharding = NamedSharding(self.mesh, self.batch_spec)
-        return self.jitted(state, jax.device_put(batch, sharding))
+        return self.jitted(state, self.place(batch))
+
+    def place(self, batch: Batch) -> Batch:
+        """A global batch spread over the mesh. Raises PlanError for another shape."""
+        want = self.plan.batch_size, self.plan.seq_len
+        for name, array in batch._asdict().items():
+            if array.shape != want:
+                raise PlanError(
+                    f"{name} has shape {tuple(array.shape)}, and the plan's batch_size and "
+                    f"seq_len make {want}."
+                )
+        return jax.device_put(batch, NamedSharding(self.mesh, self.batch_spec))
 
     @cached_property
     def jitted(self) -> Any:
@@ -135,7 +146,7 @@ class TrainStep:
 
         state = jax.tree.map(sharded, jax.eval_shape(partial(self._init, seed=0)), self.specs)
         shape = self.plan.batch_size, self.plan.seq_len
-        tokens, mask = (jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.bool_))
+        tokens, mask = (jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.float32))
         return state, Batch(*(sharded(x, self.batch_spec) for x in (tokens, tokens, mask)))
 
     # --- what one device does ----------------------------------------------------------------
@@ -171,15 +182,6 @@ class TrainStep:
             self.config, params, batch, parallel, jnp.dtype(self.plan.compute_dtype)
         ) / num_tokens.astype(jnp.float32)
 
-    def _check_batch(self, batch: Batch) -> None:
-        want = self.plan.batch_size, self.plan.seq_len
-        for name, array in batch._asdict().items():
-            if array.shape != want:
-                raise PlanError(
-                    f"{name} has shape {tuple(array.shape)}, and the plan's batch_size and "
-                    f"seq_len make {want}."
-                )
-
 
 def token_loss(
     config: ModelConfig, params: Params, batch: Batch, parallel: Parallel, dtype: jnp.dtype
@@ -188,7 +190,7 @@ def token_loss(
     graphdef, _ = abstract_model(config)
     model = nnx.merge(graphdef, params)
     loss_BS = model.token_losses(batch.tokens_BS, batch.labels_BS, parallel, dtype)
-    return jnp.sum(jnp.where(batch.mask_BS, loss_BS, 0.0))
+    return jnp.sum(jnp.where(batch.mask_BS != 0, loss_BS, 0.0))
 
 
 def accumulate(
@@ -222,4 +224,3 @@ def apply_gradients(
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     return TrainState(optax.apply_updates(state.params, updates), opt_state)
-

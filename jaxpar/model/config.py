@@ -91,7 +91,9 @@ class ModelConfig:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """Every parameter, in the order of the model's own tree (sorted paths)."""
-        found = [Parameter(path="embedding/table", shape=(self.vocab, self.embed), dims=VOCAB_EMBED)]
+        found = [
+            Parameter(path="embedding/table", shape=(self.vocab, self.embed), dims=VOCAB_EMBED)
+        ]
         num_dense = self.num_dense_layers if self.num_experts else self.num_layers
         blocks = [("layers", num_dense, False)]
         if self.num_experts:
@@ -107,13 +109,13 @@ class ModelConfig:
         found.append(Parameter(path="norm/scale", shape=(self.embed,), dims=("norm",)))
         if not self.tied_embedding:
             found.append(
-                Parameter(path="unembedding/table", shape=(self.vocab, self.embed), dims=VOCAB_EMBED)
+                Parameter(
+                    path="unembedding/table", shape=(self.vocab, self.embed), dims=VOCAB_EMBED
+                )
             )
         return tuple(sorted(found, key=lambda p: p.path.split("/")))
 
-    def _layer(
-        self, *, has_experts: bool
-    ) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    def _layer(self, *, has_experts: bool) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
         D, N, K, H, F = (
             self.embed, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp_hidden,
         )  # fmt: skip

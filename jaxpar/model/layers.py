@@ -89,7 +89,9 @@ class MLP(nnx.Module):
         if config.mlp == "swiglu":
             self.gate = weight((D, F), ("embed", "mlp"), rngs)
         self.up = weight((D, F), ("embed", "mlp"), rngs)
-        self.down = weight((F, D), ("mlp", "embed"), rngs, INIT_STD / (2 * config.num_layers) ** 0.5)
+        self.down = weight(
+            (F, D), ("mlp", "embed"), rngs, INIT_STD / (2 * config.num_layers) ** 0.5
+        )
         self.is_gated = config.mlp == "swiglu"
 
     def __call__(self, x_BSD: Array, parallel: Parallel) -> Array:

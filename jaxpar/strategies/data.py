@@ -44,7 +44,8 @@ CARD = Card(
 def count_tokens(mask_BS: Array) -> Array:
     """Valid tokens of the whole step, int32: the one number the loss is divided by."""
     with jax.named_scope("forward"):
-        return all_reduce(mask_BS.astype(jnp.int32).sum(), BATCH_AXES, scope="count_tokens")
+        local_count = jnp.sum(mask_BS != 0, dtype=jnp.int32)
+        return all_reduce(local_count, BATCH_AXES, scope="count_tokens")
 
 
 def sum_loss(local_loss: Array) -> Array:

@@ -84,7 +84,7 @@ gather_weight.defvjp(_gather_forward, _gather_backward)
 def gather(state: nnx.State, compute_dtype: jnp.dtype, reduce_dtype: jnp.dtype) -> nnx.State:
     """A module's state with its matrices whole along the embed dim."""
 
-    def whole(param: nnx.Param[Array]) -> nnx.Param[Array]:
+    def whole(param: nnx.Param[Array]) -> nnx.Variable[Array]:
         if not is_split(param.dims):
             return param
         dim = param.dims.index(SPLIT_DIM)

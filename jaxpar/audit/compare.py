@@ -1,0 +1,276 @@
+"""Predicted, asked, compiled: three counts of the same communication, held against each other.
+
+predicted = asked has to hold exactly: kind, axes, phase, dtype, bytes of one execution, and how
+often. asked = compiled has to hold in bytes, unless the backend rewrote the program in a way that
+is recognised here, checked to the byte, and named:
+
+* merged: several buffers go over the wire in one operation; the buffers are the same.
+* widened: the backend reduces or gathers in a wider dtype; the elements are the same.
+
+Anything else is a disagreement, with the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxpar.audit.asked import Asked
+from jaxpar.audit.result import Audit, Collective
+from jaxpar.audit.shape import DTYPE_BITS
+from jaxpar.collectives import wire_bytes
+
+
+class Counted(Protocol):
+    """What a closed form has to say of a collective (strategies' `Expected` does)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def count(self) -> int | None: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def phase(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """Executions per step and device, and the bytes of all of them; None when not known."""
+
+    count: int | None
+    payload_bytes: int | None
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One kind of collective on one set of axes in one phase, counted three times.
+
+    `compiled` is None where XLA kept no trace of the phase and another line holds the bytes.
+    `wire_bytes` is what each device sends for the predicted payload, all executions together.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    predicted: Amount
+    asked: Amount
+    compiled: Amount | None
+    wire_bytes: int | None
+    agrees: bool
+    note: str
+
+    def to_json(self) -> dict[str, Any]:
+        amounts = {
+            name: None
+            if amount is None
+            else {
+                "count": amount.count,
+                "payload_bytes": amount.payload_bytes,
+                "dtype": amount.dtype,
+            }
+            for name, amount in (
+                ("predicted", self.predicted),
+                ("asked", self.asked),
+                ("compiled", self.compiled),
+            )
+        }
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "phase": self.phase,
+            **amounts,
+            "wire_bytes": self.wire_bytes,
+            "agrees": self.agrees,
+            "note": self.note,
+        }
+
+
+Group = tuple[str, tuple[str, ...]]
+"""(kind, axes): the level at which compiled bytes have to match what was asked."""
+
+
+def compare(predicted: Sequence[Counted], asked: Sequence[Asked], audit: Audit) -> list[Line]:
+    """One line for each (kind, axes, phase) that any of the three knows."""
+    compiled: dict[Group, list[Collective]] = defaultdict(list)
+    for found in audit.collectives:
+        compiled[found.kind, found.axes or (found.axes_note or "irregular groups",)].append(found)
+    groups = dict.fromkeys([*((row.kind, row.axes) for row in (*predicted, *asked)), *compiled])
+    lines: list[Line] = []
+    for group in groups:
+        lines += _group_lines(
+            group,
+            [row for row in predicted if (row.kind, row.axes) == group],
+            [row for row in asked if (row.kind, row.axes) == group],
+            compiled[group],
+            audit,
+        )
+    return lines
+
+
+def agree(lines: Iterable[Line]) -> bool:
+    return all(line.agrees for line in lines)
+
+
+def _group_lines(
+    group: Group,
+    predicted: Sequence[Counted],
+    asked: Sequence[Asked],
+    compiled: Sequence[Collective],
+    audit: Audit,
+) -> list[Line]:
+    compiled_agrees, rewrites = _rewrites(asked, compiled, audit)
+    by_phase = _by_phase(asked, compiled)
+    phases = dict.fromkeys([*(row.phase for row in (*predicted, *asked)), *by_phase])
+    lines = []
+    for phase in phases:
+        mine = [row for row in predicted if row.phase == phase]
+        theirs = [row for row in asked if row.phase == phase]
+        difference = _difference(mine, theirs)
+        amount = _amount(mine)
+        lines.append(
+            Line(
+                kind=group[0],
+                axes=group[1],
+                phase=phase,
+                predicted=amount,
+                asked=_amount(theirs),
+                compiled=by_phase.get(phase),
+                wire_bytes=_wire(group, amount, audit),
+                agrees=compiled_agrees and not difference,
+                note="; ".join([*difference, *rewrites]),
+            )
+        )
+    return lines
+
+
+# --- predicted = asked -----------------------------------------------------------------------
+
+
+def _difference(predicted: Sequence[Counted], asked: Sequence[Asked]) -> list[str]:
+    """What one column has and the other has not, in words; empty when they are equal."""
+    if any(row.count is None for row in asked):
+        return ["how often it is asked for depends on data"]
+    mine, theirs = _executions(predicted), _executions(asked)
+    only = [("predicted, not asked", mine - theirs), ("asked, not predicted", theirs - mine)]
+    return [
+        f"{what}: " + ", ".join(f"{n} × {size:,} B {dtype}" for (dtype, size), n in rows.items())
+        for what, rows in only
+        if rows
+    ]
+
+
+def _executions(rows: Sequence[Counted]) -> Counter[tuple[str, int]]:
+    total: Counter[tuple[str, int]] = Counter()
+    for row in rows:
+        total[row.dtype, row.payload_bytes] += row.count or 0
+    return total
+
+
+def _amount(rows: Sequence[Counted]) -> Amount:
+    counts = [row.count for row in rows]
+    return Amount(
+        count=None if None in counts else sum(c or 0 for c in counts),
+        payload_bytes=None
+        if None in counts
+        else sum((row.count or 0) * row.payload_bytes for row in rows),
+        dtype="+".join(sorted({row.dtype for row in rows})),
+    )
+
+
+def _wire(group: Group, amount: Amount, audit: Audit) -> int | None:
+    kind, axes = group
+    if amount.payload_bytes is None or not audit.mesh or not set(axes) <= set(audit.mesh):
+        return None
+    return wire_bytes(kind, amount.payload_bytes, math.prod(audit.mesh[axis] for axis in axes))
+
+
+# --- asked = compiled ------------------------------------------------------------------------
+
+
+def _rewrites(
+    asked: Sequence[Asked], compiled: Sequence[Collective], audit: Audit
+) -> tuple[bool, list[str]]:
+    """Whether the compiled program moves what was asked for, and what the backend did to it."""
+    if any(found.count is None for found in compiled):
+        return False, ["compiled: how often it runs is not known"]
+    if any(row.count is None for row in asked):
+        return False, []
+    want = _executions(asked)
+    have: Counter[tuple[str, int]] = Counter()
+    for found in compiled:
+        for buffer in found.buffers:
+            have[buffer.dtype, buffer.payload_bytes] += found.count or 0
+    notes = []
+    if want != have:
+        widened = {dtype: _wider(dtype) for dtype, _ in want - have}
+        want_wide: Counter[tuple[str, int]] = Counter()
+        for (dtype, size), count in want.items():
+            wide = widened.get(dtype, dtype)
+            want_wide[wide, size * DTYPE_BITS[wide] // DTYPE_BITS[dtype]] += count
+        names = sorted(f"{a} to {b}" for a, b in widened.items() if a != b)
+        if names and _same(want_wide, have):
+            notes.append(f"{audit.program.platform} widens {', '.join(names)}")
+            want = want_wide
+    if not _same(want, have):
+        total = sum(size * count for (_, size), count in have.items())
+        asked_total = sum(size * count for (_, size), count in want.items())
+        return False, [f"asked {asked_total:,} B, compiled {total:,} B"]
+    num_asked = sum(want.values())
+    num_compiled = sum(found.count or 0 for found in compiled)
+    if num_compiled < num_asked:
+        notes.append(f"{num_asked} merged into {num_compiled}")
+    elif num_compiled > num_asked:
+        notes.append(f"{num_asked} split into {num_compiled}")
+    return True, notes
+
+
+def _same(want: Counter[tuple[str, int]], have: Counter[tuple[str, int]]) -> bool:
+    """Equal buffer by buffer; or, where a backend concatenates buffers, byte by byte per dtype."""
+    return want == have or _bytes_by_dtype(want) == _bytes_by_dtype(have)
+
+
+def _bytes_by_dtype(executions: Counter[tuple[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = defaultdict(int)
+    for (dtype, size), count in executions.items():
+        total[dtype] += size * count
+    return dict(total)
+
+
+def _wider(dtype: str) -> str:
+    """The dtype that backends without arithmetic in `dtype` compute in."""
+    return "f32" if dtype.startswith(("bf", "f")) and DTYPE_BITS[dtype] < 32 else dtype
+
+
+def _by_phase(asked: Sequence[Asked], compiled: Sequence[Collective]) -> dict[str, Amount]:
+    """The compiled bytes of each phase, as far as XLA's metadata tells phases apart.
+
+    An operation merged from several phases counts as an execution in each of them.
+    """
+    counts: dict[str, int] = defaultdict(int)
+    sizes: dict[str, int] = defaultdict(int)
+    dtypes: dict[str, set[str]] = defaultdict(set)
+    unknown: set[str] = set()
+    for found in compiled:
+        for phase in {buffer.phase for buffer in found.buffers}:
+            counts[phase] += found.count or 0
+            unknown |= {phase} if found.count is None else set()
+        for buffer in found.buffers:
+            sizes[buffer.phase] += (found.count or 0) * buffer.payload_bytes
+            dtypes[buffer.phase].add(buffer.dtype)
+    return {
+        phase: Amount(
+            count=None if phase in unknown else counts[phase],
+            payload_bytes=None if phase in unknown else sizes[phase],
+            dtype="+".join(sorted(dtypes[phase])),
+        )
+        for phase in counts
+    }

@@ -1,0 +1,179 @@
+"""The command line. Exit codes: 0 fine, 1 a check failed, 2 bad input, 3 incomplete input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxpar.errors import JaxparError
+
+FAILED, BAD_INPUT, INCOMPLETE = 1, 2, 3
+
+WIDTH_WHEN_PIPED = 150
+"""Columns of a table that goes to a file, where there is no terminal to ask."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Parallelism strategies in JAX: predicted, compiled, audited, executed.",
+)
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file.")]
+Model = Annotated[str, typer.Option(help="Model preset.")]
+Mesh = Annotated[str, typer.Option(help="Mesh file, shipped name, or axes like data=2,tensor=4.")]
+
+
+@app.command()
+def tour(
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this row, e.g. fsdp; may be repeated.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Train on this file instead.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Training steps per row.")] = 5,
+    json_path: Json = None,
+    html: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
+) -> None:
+    """Every strategy on 8 virtual CPU devices: trained, compared with one device, audited."""
+    import jax
+
+    from jaxpar.report.html import tour_page
+    from jaxpar.report.text import tour_table, tour_verdict
+    from jaxpar.text import Corpus
+    from jaxpar.tour import take_tour
+
+    # The tour is about virtual CPU devices; an accelerator that happens to be there stays free.
+    jax.config.update("jax_platforms", "cpu")
+    _check_writable(json_path, html)
+    with _progress() as bar:
+        task = bar.add_task("", total=None)
+        result = take_tour(
+            corpus=Corpus.from_file(text) if text else None,
+            only=only or (),
+            num_steps=steps,
+            progress=lambda name, done, total: bar.update(
+                task, description=name, completed=done, total=total
+            ),
+        )
+    console = _console()
+    console.print(tour_table(result))
+    console.print(tour_verdict(result))
+    html.write_text(tour_page(result), encoding="utf-8")
+    console.print(f"Written: {html}", markup=False, highlight=False)
+    _write_json(json_path, result.to_json())
+    if not result.agrees:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def explain(
+    name: Annotated[str, typer.Argument(metavar="STRATEGY", help="As in the tour: data, fsdp ...")],
+    model: Model = "llama-3-8b",
+    mesh: Mesh = "data=2,tensor=4",
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 64,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    json_path: Json = None,
+) -> None:
+    """A strategy's card, and its closed form for a model on a mesh. Nothing is run."""
+    from dataclasses import asdict
+
+    from jaxpar.mesh import MeshSpec
+    from jaxpar.model.config import preset
+    from jaxpar.report.text import card_table, expected_table
+    from jaxpar.strategies import compose
+    from jaxpar.strategies.plan import Plan
+
+    strategy = compose.strategy(name)
+    plan = Plan(
+        mesh=MeshSpec.load(mesh),
+        batch_size=batch_size,
+        seq_len=seq_len,
+        sequence=name == "sequence",
+    )
+    config = preset(model)
+    compose.check(config, plan)
+    rows = strategy.expected(config, plan, compose.layout(config, plan))
+    if not strategy.is_active(plan):
+        rows = []
+    console = _console()
+    console.print(card_table(strategy.card))
+    console.print(expected_table(rows, f"{config.name} on {plan.mesh}, per step and device"))
+    if not rows:
+        axes = " or ".join(strategy.axes)
+        console.print(f"This mesh gives {name} nothing to do; it works along axis {axes}.")
+    _write_json(
+        json_path, {"card": asdict(strategy.card), "expected": [asdict(row) for row in rows]}
+    )
+
+
+@app.command()
+def audit(
+    path: Annotated[Path, typer.Argument(help="Compiled HLO text: .txt, .hlo, or either .gz.")],
+    mesh: Annotated[
+        str | None, typer.Option(help="Your axes: a mesh file, or axes like data=2,tensor=4.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """What a compiled program communicates: which collective, on which axis, how often, how much."""
+    from jaxpar.audit import audit as read
+    from jaxpar.mesh import MeshSpec
+    from jaxpar.report.text import audit_table
+
+    result = read(path, mesh=MeshSpec.load(mesh).named_axes if mesh else None)
+    console = _console()
+    console.print(audit_table(result))
+    for finding in result.findings:
+        console.print(
+            f"{finding.severity}: {finding.message} {finding.remedy}", markup=False, highlight=False
+        )
+    _write_json(json_path, result.to_json())
+    if not result.program.complete:
+        raise typer.Exit(INCOMPLETE)
+
+
+def main() -> None:
+    """Entry point of the `jaxpar` command: errors people can mend are told in one paragraph."""
+    try:
+        app()
+    except JaxparError as error:
+        Console(stderr=True).print(f"jaxpar: {error}", style="red", markup=False, highlight=False)
+        sys.exit(BAD_INPUT)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH_WHEN_PIPED)
+
+
+def _progress() -> Progress:
+    """On stderr, and gone when done: the table is what stays."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Before minutes of work, not after it."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            raise JaxparError(f"Cannot write {path}: no such folder, or a folder itself.")
+
+
+def _write_json(path: Path | None, data: dict[str, Any]) -> None:
+    if path is None:
+        return
+    _check_writable(path)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

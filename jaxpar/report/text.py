@@ -1,0 +1,161 @@
+"""Tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from jaxpar.audit.compare import Amount, Line
+from jaxpar.audit.result import Audit
+from jaxpar.strategies.strategy import Card, Expected
+from jaxpar.tour import Row, Tour
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size(num_bytes: int | None) -> str:
+    """Bytes with a binary unit and at most one decimal, '?' when not known."""
+    if num_bytes is None:
+        return "?"
+    value, unit = float(num_bytes), 0
+    while value >= 1024 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f}".removesuffix(".0") + f" {UNITS[unit]}"
+
+
+def error(value: float) -> str:
+    return "0" if value == 0 else f"{value:.0e}"
+
+
+def triple(line: Line, field: str) -> str:
+    """predicted / asked / compiled of one field; once when all three are the same."""
+    amounts: list[Amount | None] = [line.predicted, line.asked, line.compiled]
+    values = [None if a is None else getattr(a, field) for a in amounts]
+    if field == "payload_bytes":
+        shown = ["–" if a is None else size(v) for a, v in zip(amounts, values, strict=True)]
+    else:
+        shown = [
+            "–" if a is None else "?" if v is None else str(v)
+            for a, v in zip(amounts, values, strict=True)
+        ]
+    return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+
+
+def tour_table(tour: Tour) -> Table:
+    """strategy · mesh · collective · axis · phase · executions · payload · wire · error · note."""
+    table = _table(
+        f"{tour.model} on {tour.corpus}, {tour.num_steps} steps, float32, 8 virtual CPU devices",
+        ["strategy", "mesh", "collective", "axis", "phase"],
+        ["executions", "payload", "wire"],
+        ["", "error", "note"],
+    )
+    for row in tour.rows:
+        for cells in row_cells(row):
+            table.add_row(*cells)
+        table.add_section()
+    return table
+
+
+def row_cells(row: Row) -> Iterable[Sequence[str | Text]]:
+    """The lines of one strategy; its name, mesh and errors stand on the first ones."""
+    errors = [f"loss {error(row.loss_error)}", f"params {error(row.parameter_error)}"]
+    for i, line in enumerate(row.lines):
+        agrees = line.agrees and (row.numbers_agree or i >= len(errors))
+        yield [
+            row.strategy if i == 0 else "",
+            str(row.plan.mesh) if i == 0 else "",
+            line.kind,
+            ",".join(line.axes),
+            line.phase,
+            triple(line, "count"),
+            triple(line, "payload_bytes"),
+            size(line.wire_bytes),
+            Text("✓", style="green") if agrees else Text("✗", style="bold red"),
+            errors[i] if i < len(errors) else "",
+            Text(line.note, style="dim" if line.agrees else "red"),
+        ]
+
+
+def tour_verdict(tour: Tour) -> Text:
+    """One sentence: whether everything agrees, and if not, who does not."""
+    failed = [row.strategy for row in tour.rows if not row.agrees]
+    if failed:
+        return Text(f"Disagreement in {', '.join(failed)}.", style="bold red")
+    return Text(
+        f"predicted = asked = compiled, and = one device, for {len(tour.rows)} strategies "
+        f"in {tour.seconds:.0f} s.",
+        style="green",
+    )
+
+
+def card_table(card: Card) -> Table:
+    table = Table(box=box.SIMPLE, show_header=False, title=card.name, title_justify="left")
+    for key in ("axis", "splits", "why", "costs", "source"):
+        table.add_row(Text(key, style="bold"), Text(getattr(card, key)))
+    return table
+
+
+def expected_table(rows: Sequence[Expected], title: str) -> Table:
+    table = _table(
+        title, ["collective", "axis", "phase"], ["count", "payload", "total"], ["dtype", "why"]
+    )
+    for row in rows:
+        table.add_row(
+            row.kind,
+            ",".join(row.axes),
+            row.phase,
+            str(row.count),
+            size(row.payload_bytes),
+            size(row.count * row.payload_bytes),
+            row.dtype,
+            row.why,
+        )
+    return table
+
+
+def audit_table(audit: Audit) -> Table:
+    """One line per collective operation; untrusted names are shown as they are, never as markup."""
+    table = _table(
+        f"{audit.program.name}, {audit.program.platform}, {audit.program.num_devices} devices",
+        ["collective", "axis", "phase"],
+        ["count", "payload", "wire"],
+        ["dtype", "scope", "source"],
+    )
+    for found in audit.collectives:
+        if found.count is not None:
+            count = str(found.count)
+        else:
+            count = f"{found.count_min}…{'?' if found.count_max is None else found.count_max}"
+        table.add_row(
+            *map(
+                Text,
+                [
+                    found.kind,
+                    ",".join(found.axes) if found.axes else found.axes_note or "?",
+                    found.phase,
+                    count,
+                    size(found.payload_bytes),
+                    size(found.wire_bytes),
+                    found.dtype
+                    if found.dtype == found.program_dtype
+                    else f"{found.program_dtype} as {found.dtype}",
+                    found.scope,
+                    found.source or "",
+                ],
+            )
+        )
+    return table
+
+
+def _table(title: str, left: list[str], right: list[str], more: list[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=Text(title), title_justify="left", pad_edge=False)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, no_wrap=True, justify="right")
+    for name in more:
+        table.add_column(name)
+    return table

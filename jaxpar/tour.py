@@ -1,0 +1,200 @@
+"""The tour: every strategy trained, compared with one device, audited, compared with its closed form.
+
+This computes; `jaxpar.report` prints. The rows are whatever the strategies say they are (see
+`Variant` in strategies/strategy.py), so a new strategy file appears here by being written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxpar.audit import audit
+from jaxpar.audit.asked import asked
+from jaxpar.audit.compare import Line, agree, compare
+from jaxpar.errors import PlanError, did_you_mean
+from jaxpar.mesh import MeshSpec, use_cpu_devices
+from jaxpar.model.config import ModelConfig, preset
+from jaxpar.numerics import relative_error
+from jaxpar.reference import plain_step, reference_init
+from jaxpar.strategies import compose
+from jaxpar.strategies.plan import Plan
+from jaxpar.strategies.strategy import Variant
+from jaxpar.text import Batch, Corpus
+from jaxpar.train import Metrics, TrainState, TrainStep
+
+LOSS_TOLERANCE = 1e-5
+PARAMETER_TOLERANCE = 1e-4
+"""Relative errors allowed in float32 against one device, after all steps of the tour."""
+
+SCHEMA = "jaxpar.tour/1"
+
+
+def default_optimizer() -> optax.GradientTransformation:
+    """AdamW with Llama 2's settings (Touvron et al. 2023 §2.2), at a rate fit for a tiny model.
+
+    The epsilon matters when runs are compared: Adam divides by the gradient's size, so where a
+    gradient is nearly zero, a smaller one turns rounding into a whole step.
+    """
+    return optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-5, weight_decay=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One strategy on one mesh. Errors are relative to the one-device reference."""
+
+    strategy: str
+    plan: Plan
+    lines: list[Line]
+    loss_error: float
+    parameter_error: float
+
+    @property
+    def numbers_agree(self) -> bool:
+        return self.loss_error <= LOSS_TOLERANCE and self.parameter_error <= PARAMETER_TOLERANCE
+
+    @property
+    def agrees(self) -> bool:
+        return self.numbers_agree and agree(self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        plan = {f.name: getattr(self.plan, f.name) for f in fields(Plan) if f.name != "mesh"}
+        return {
+            "strategy": self.strategy,
+            "plan": plan,
+            "mesh": dict(self.plan.mesh.named_axes),
+            "agrees": self.agrees,
+            "loss_error": self.loss_error,
+            "parameter_error": self.parameter_error,
+            "comparison": [line.to_json() for line in self.lines],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tour:
+    """All rows, and what they were run on."""
+
+    seconds: float
+    model: str
+    corpus: str
+    num_steps: int
+    rows: list[Row]
+
+    @property
+    def agrees(self) -> bool:
+        return all(row.agrees for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "seconds": self.seconds,
+            "model": self.model,
+            "corpus": self.corpus,
+            "num_steps": self.num_steps,
+            "jax": jax.__version__,
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+
+def take_tour(
+    *,
+    corpus: Corpus | None = None,
+    config: ModelConfig | None = None,
+    only: Sequence[str] = (),
+    num_steps: int = 5,
+    batch_size: int = 16,
+    seq_len: int = 64,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Tour:
+    """Run every variant of every strategy (or those named in `only`) on CPU devices.
+
+    `progress(name, done, total)` is called before each row and once at the end. Raises PlanError
+    for a name that no strategy has, MeshError when JAX is already running with too few devices.
+    """
+    started = time.perf_counter()
+    config, corpus = config or preset("tiny"), corpus or Corpus.standard_library()
+    variants = _chosen(only)
+    plans = [_plan(variant, batch_size, seq_len) for variant in variants]
+    use_cpu_devices(max(plan.mesh.num_devices for plan in plans))
+
+    batches = [
+        corpus.batch(step, batch_size=batch_size, seq_len=seq_len) for step in range(num_steps)
+    ]
+    optimizer = default_optimizer()
+    progress("one device", 0, len(variants) + 1)
+    run_plain = jax.jit(plain_step(config, optimizer))
+    reference = train(reference_init(config, optimizer), run_plain, batches)
+    rows = []
+    for i, (variant, plan) in enumerate(zip(variants, plans, strict=True)):
+        progress(variant.name, i + 1, len(variants) + 1)
+        step = TrainStep(config=config, plan=plan, optimizer=optimizer)
+        rows.append(take_row(variant.name, step, batches, reference))
+    progress("done", len(variants) + 1, len(variants) + 1)
+    return Tour(
+        seconds=time.perf_counter() - started,
+        model=config.name,
+        corpus=corpus.name,
+        num_steps=num_steps,
+        rows=rows,
+    )
+
+
+Trained = tuple[np.ndarray, Any]
+"""Losses of all steps [num_steps], and the parameters after them, on the host."""
+
+
+def take_row(name: str, step: TrainStep, batches: Sequence[Batch], reference: Trained) -> Row:
+    """Run, audit and compare one step; nothing is compiled twice."""
+    traced = step.jitted.trace(*step.abstract_inputs)
+    compiled = traced.lower().compile()
+    lines = compare(
+        compose.expected(step.config, step.plan),
+        asked(traced.jaxpr),
+        audit(compiled, mesh=step.plan.mesh.all_axes),
+    )
+    losses, params = train(
+        step.init(seed=0), lambda state, batch: compiled(state, step.place(batch)), batches
+    )
+    return Row(
+        strategy=name,
+        plan=step.plan,
+        lines=lines,
+        loss_error=relative_error(losses, reference[0]),
+        parameter_error=relative_error(params, reference[1]),
+    )
+
+
+def train(
+    state: TrainState,
+    run: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    batches: Sequence[Batch],
+) -> Trained:
+    """Run one step per batch, whoever runs it."""
+    losses = []
+    for batch in batches:
+        state, metrics = run(state, batch)
+        losses.append(metrics.loss)
+    return np.array(losses), jax.device_get(state.params)
+
+
+def _chosen(only: Sequence[str]) -> list[Variant]:
+    every = {v.name: v for s in compose.all_strategies().values() for v in s.variants}
+    for name in only:
+        if name not in every:
+            raise PlanError(f"The tour has no row {name!r}. {did_you_mean(name, every)}")
+    return [v for v in every.values() if not only or v.name in only]
+
+
+def _plan(variant: Variant, batch_size: int, seq_len: int) -> Plan:
+    return Plan(
+        mesh=MeshSpec.parse(variant.mesh),
+        batch_size=batch_size,
+        seq_len=seq_len,
+        **{"compute_dtype": "float32", **variant.plan},
+    )
