@@ -16,6 +16,7 @@ from jaxpar.audit.dataflow import Dataflow
 from jaxpar.audit.dtypes import program_dtype
 from jaxpar.audit.execution import Count, Execution
 from jaxpar.audit.groups import (
+    PARTITION_KINDS,
     Axes,
     axes_of_groups,
     axes_of_pairs,
@@ -196,9 +197,7 @@ class Collector:
             replicas, partitions = self.module.replicas, self.module.partitions
             everyone = self.devices
             if replicas and partitions and not global_ids:
-                by_partition = channel and kind not in ("all-reduce", "all-gather")
-                by_partition = by_partition and kind != "reduce-scatter"
-                everyone = partitions if by_partition else replicas
+                everyone = partitions if channel and kind in PARTITION_KINDS else replicas
             groups = to_device_ids(
                 parse_pairs(text) if paired else parse_groups(text, everyone),
                 kind=kind,

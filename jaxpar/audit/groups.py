@@ -21,6 +21,11 @@ from jaxpar.errors import AuditError
 MAX_DEVICES = 1 << 17
 """Most devices, or members of the groups of one operation, that are expanded: 131,072."""
 
+PARTITION_KINDS = frozenset(
+    {"all-to-all", "collective-permute", "collective-broadcast", "ragged-all-to-all"}
+)
+"""Kinds whose ids are partitions when they have a channel and nothing else is said."""
+
 Ids = NDArray[np.int64]
 
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
@@ -32,12 +37,6 @@ _MESH = re.compile(
     r"mesh\[([^\]]*)\](?:,\s*device_ids=\(((?:[^()]++|\([^()]*\))*+)\))?\s*\{([^{}]*)\}"
 )
 _MAX_DIMS = 32  # what NumPy can reshape to in every version
-_PARTITION_KINDS = (
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "ragged-all-to-all",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,7 @@ def to_device_ids(
         return groups
     _bounded(replicas * partitions, "the header")
     biggest = max((int(np.max(group)) for group in groups if group.size), default=0)
-    if channel and kind in _PARTITION_KINDS:
+    if channel and kind in PARTITION_KINDS:
         starts = np.arange(replicas, dtype=np.int64) * partitions
         return _spread(groups, starts, 1)
     if biggest >= replicas:

@@ -100,6 +100,21 @@ def test_async_wrappers_are_one_operation(wrapper):
     assert found.scope == "zero"
 
 
+def test_what_a_wrapper_calls_is_asynchronous_too():
+    parts = (
+        "%inner (v: f32[8]) -> f32[8] {\n  %v = f32[8] parameter(0)\n"
+        f"  ROOT %r = f32[8] all-reduce(%v), {GROUPS}, to_apply=%add\n}}\n\n"
+        "%outer (v: f32[8]) -> f32[8] {\n  %v = f32[8] parameter(0)\n"
+        "  ROOT %r = f32[8] call(%v), to_apply=%inner\n}\n"
+    )
+    (found,) = read(
+        "%s = ((f32[8]), f32[8], u32[]) async-start(%p), calls=%outer",
+        "ROOT %d = f32[8] async-done(%s)",
+        before=parts,
+    )
+    assert found.is_async
+
+
 def test_a_start_that_waits_is_synchronous():
     (found,) = read(
         f"%s = ((f32[8]), f32[8]) all-reduce-start(%p), {GROUPS}, to_apply=%add, "
@@ -135,6 +150,22 @@ def test_replicas_are_devices_too():
     assert (found.group_size, found.num_groups) == (4, 1)
 
 
+@pytest.mark.parametrize(
+    ("line", "size", "number"),
+    [
+        ("all-reduce(%p), channel_id=1, replica_groups={}", 4, 1),
+        ("all-reduce(%p), replica_groups={}", 2, 2),
+        ("all-reduce(%p), channel_id=1, replica_groups={{0},{1}}", 2, 2),
+        ("all-to-all(%p), channel_id=1, replica_groups={}, dimensions={0}", 2, 2),
+        ("all-to-all(%p), replica_groups={}, dimensions={0}", 2, 2),
+    ],
+)
+def test_two_replicas_of_two_partitions(line, size, number):
+    header = "HloModule f, is_scheduled=true, replica_count=2, num_partitions=2"
+    (found,) = read(f"ROOT %r = f32[8] {line}", header=header)
+    assert (found.group_size, found.num_groups) == (size, number)
+
+
 def test_without_a_header():
     groups = "channel_id=1, replica_groups={}, use_global_device_ids=true"
     line = f"ROOT %r = f32[8] all-reduce(%p), {groups}"
@@ -166,6 +197,16 @@ def test_widened_by_converts(kind, before, after, dtype):
         f"ROOT %n = bf16[{size}] convert(%t)" if after else f"ROOT %n = f32[{size}] negate(%t)",
     )
     assert (found.dtype, found.program_dtype) == ("f32", dtype)
+
+
+@pytest.mark.parametrize(("others", "dtype"), [(("bf16", "f16"), "f32"), (("bf16",) * 2, "bf16")])
+def test_all_users_have_to_agree(others, dtype):
+    (found,) = read(
+        f"%r = f32[32] all-gather(%p), {GROUPS}, dimensions={{0}}",
+        f"%a = {others[0]}[32] convert(%r)",
+        f"ROOT %b = {others[1]}[32] convert(%r)",
+    )
+    assert found.program_dtype == dtype
 
 
 def test_promoted_reducer():

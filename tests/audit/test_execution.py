@@ -165,6 +165,63 @@ def test_deduced_trips(given, expected):
     assert result.program.complete
 
 
+def test_a_condition_runs_once_more_than_its_body():
+    text = loop(test="compare(%i, %n), direction=LT")
+    asked = text.replace("  %n = s32[]", f"  %v = {SHAPE} get-tuple-element(%s), index=1\n"
+                         f"  %q = {REDUCE}\n  %n = s32[]")  # fmt: skip
+    assert sorted(found.count for found in audit(asked).collectives) == [7, 8]
+
+
+PAIR = "(s32[], s32[])"
+
+
+def two_counters(first, second, bound="%j"):
+    """A loop over (i, j), from (0, 5), while i < bound."""
+    return f"""HloModule f, num_partitions=2
+
+%body (s: {PAIR}) -> {PAIR} {{
+  %s = {PAIR} parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %j = s32[] get-tuple-element(%s), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %other = s32[] add(%j, %one)
+  ROOT %out = {PAIR} tuple({first}, {second})
+}}
+
+%condition (s: {PAIR}) -> pred[] {{
+  %s = {PAIR} parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %j = s32[] get-tuple-element(%s), index=1
+  %n = s32[] constant(9)
+  ROOT %more = pred[] compare(%i, {bound}), direction=LT
+}}
+
+ENTRY %main () -> {PAIR} {{
+  %zero = s32[] constant(0)
+  %five = s32[] constant(5)
+  %init = {PAIR} tuple(%zero, %five)
+  ROOT %w = {PAIR} while(%init), condition=%condition, body=%body
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("%next", "%j"), 5),  # a bound that the loop carries along
+        (("%next", "%j", "%n"), 9),
+        (("%other", "%j", "%n"), None),  # steps from another counter
+        (("%next", "%i"), None),  # a bound that moves
+        (("%j", "%i"), None),
+        (("%next", "%other"), None),
+        (("%next", "%other", "%n"), 9),
+    ],
+)
+def test_only_what_a_loop_leaves_alone_is_a_bound(given, expected):
+    assert trips(read_hlo(two_counters(*given).split("\n"))) == {"w": expected}
+
+
 def test_branches_give_bounds():
     text = f"""HloModule jit_f, is_scheduled=true, num_partitions=2
 {ADD}

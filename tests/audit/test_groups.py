@@ -114,6 +114,12 @@ def test_axes_come_from_sets(text, axes):
     assert (found.note is None) == (axes is not None)
 
 
+def test_the_same_group_twice_is_no_axis():
+    found = axes_of_groups(parse_groups("{{0,1},{0,1}}", 4), {"x": 2, "y": 2}, "")
+    assert found.axes is None
+    assert "more than one" in found.note
+
+
 def test_a_part_of_an_axis_is_said_in_words():
     note = axes_of_groups(parse_groups("{{0,2},{1,3},{4,6},{5,7}}", 8), MESH, "").note
     assert note == "groups of 2 are part of axis 'tensor' (4), devices 2 apart"

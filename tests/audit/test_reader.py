@@ -140,6 +140,14 @@ def test_sources():
     assert source["c"] is None
 
 
+def test_a_mesh_with_device_ids_is_one_attribute():
+    groups = "mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}"
+    module = read(MODULE.replace("{{0,1},{2,3}}", groups))
+    attributes = module.entry.instructions["ar"].attributes
+    assert attributes["replica_groups"] == groups
+    assert attributes["use_global_device_ids"] == "true"
+
+
 def test_split_top():
     assert split_top(', a={1,2}, b="x,y", c[3,4] {5,6}') == [
         " a={1,2}",
