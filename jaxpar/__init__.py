@@ -1,7 +1,7 @@
 """Every LLM parallelism strategy as a named-axis mesh with explicit collectives, and an auditor.
 
-The public names; everything is imported on first use, so that `import jaxpar` is cheap and starts
-no backend.
+The public names; all but `audit` are imported on first use, so that `import jaxpar` is cheap and
+starts no backend.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# At once, because the function and the package it lives in have the same name: whichever is bound
+# last is what `jaxpar.audit` means. (It does not import JAX.)
+from jaxpar.audit import audit
+
 if TYPE_CHECKING:
-    from jaxpar.audit import Audit, audit
+    from jaxpar.audit import Audit
     from jaxpar.audit.asked import asked
     from jaxpar.audit.compare import compare
     from jaxpar.errors import JaxparError
@@ -25,7 +29,6 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Audit": "jaxpar.audit",
-    "audit": "jaxpar.audit",
     "asked": "jaxpar.audit.asked",
     "compare": "jaxpar.audit.compare",
     "JaxparError": "jaxpar.errors",

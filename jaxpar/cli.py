@@ -15,7 +15,7 @@ from jaxpar.errors import JaxparError
 
 FAILED, BAD_INPUT, INCOMPLETE = 1, 2, 3
 
-WIDTH_WHEN_PIPED = 150
+WIDTH_WHEN_PIPED = 160
 """Columns of a table that goes to a file, where there is no terminal to ask."""
 
 app = typer.Typer(

@@ -17,14 +17,14 @@ from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel
 from jaxpar.model.transformer import Params, init_params
 from jaxpar.text import Batch
-from jaxpar.train import Metrics, TrainState, apply_gradients, token_loss
+from jaxpar.train import Metrics, TrainState, apply_gradients, run_once, token_loss
 
 
 def reference_init(
     config: ModelConfig, optimizer: optax.GradientTransformation, seed: int = 0
 ) -> TrainState:
     """The state that TrainStep.init makes, whole, on one device."""
-    params = jax.jit(partial(init_params, config, seed))()
+    params = run_once(partial(init_params, config, seed))
     return TrainState(params, optimizer.init(params))
 
 

@@ -83,7 +83,7 @@ class TrainStep:
     def specs(self) -> TrainState:
         """PartitionSpecs of the state: moments live where their parameters do."""
         specs = compose.tree(self.layout, lambda placed: placed.spec)
-        abstract = jax.eval_shape(partial(self._init, seed=0)).opt_state
+        abstract = jax.eval_shape(partial(self._init, 0)).opt_state
         opt_specs = optax.tree.map_params(
             self.optimizer,
             lambda _, spec: spec,
@@ -103,7 +103,7 @@ class TrainStep:
     def init(self, seed: int = 0) -> TrainState:
         """A fresh state, born sharded. Its values depend on the seed alone, not on the mesh."""
         shardings = jax.tree.map(partial(NamedSharding, self.mesh), self.specs)
-        return jax.jit(partial(self._init, seed=seed), out_shardings=shardings)()
+        return run_once(partial(self._init, seed), shardings)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step on a global batch (tokens, labels, mask: [batch_size, seq_len] each).
@@ -144,7 +144,7 @@ class TrainStep:
             sharding = NamedSharding(self.mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        state = jax.tree.map(sharded, jax.eval_shape(partial(self._init, seed=0)), self.specs)
+        state = jax.tree.map(sharded, jax.eval_shape(partial(self._init, 0)), self.specs)
         shape = self.plan.batch_size, self.plan.seq_len
         tokens, mask = (jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.float32))
         return state, Batch(*(sharded(x, self.batch_spec) for x in (tokens, tokens, mask)))
@@ -181,6 +181,14 @@ class TrainStep:
         return token_loss(
             self.config, params, batch, parallel, jnp.dtype(self.plan.compute_dtype)
         ) / num_tokens.astype(jnp.float32)
+
+
+def run_once(make: Callable[[], Any], shardings: Any = None) -> Any:
+    """What `make` returns, computed under jit with these output shardings."""
+    # Optimising a random number generator takes a CPU several seconds, and running it none.
+    on_cpu = jax.default_backend() == "cpu"
+    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    return jax.jit(make, out_shardings=shardings, compiler_options=options)()
 
 
 def token_loss(

@@ -94,12 +94,14 @@ class Line:
         }
 
 
+_PHASES = ("forward", "recompute", "backward", "update", "unknown")
+
 Group = tuple[str, tuple[str, ...]]
 """(kind, axes): the level at which compiled bytes have to match what was asked."""
 
 
 def compare(predicted: Sequence[Counted], asked: Sequence[Asked], audit: Audit) -> list[Line]:
-    """One line for each (kind, axes, phase) that any of the three knows."""
+    """One line for each (kind, axes, phase) that any of the three knows, in a step's order."""
     compiled: dict[Group, list[Collective]] = defaultdict(list)
     for found in audit.collectives:
         compiled[found.kind, found.axes or (found.axes_note or "irregular groups",)].append(found)
@@ -113,7 +115,7 @@ def compare(predicted: Sequence[Counted], asked: Sequence[Asked], audit: Audit) 
             compiled[group],
             audit,
         )
-    return lines
+    return sorted(lines, key=lambda line: (_PHASES.index(line.phase), line.kind, line.axes))
 
 
 def agree(lines: Iterable[Line]) -> bool:
@@ -127,26 +129,26 @@ def _group_lines(
     compiled: Sequence[Collective],
     audit: Audit,
 ) -> list[Line]:
-    compiled_agrees, rewrites = _rewrites(asked, compiled, audit)
-    by_phase = _by_phase(asked, compiled)
+    difference = _compiled_difference(asked, compiled, audit)
+    by_phase = _by_phase(compiled)
     phases = dict.fromkeys([*(row.phase for row in (*predicted, *asked)), *by_phase])
     lines = []
     for phase in phases:
         mine = [row for row in predicted if row.phase == phase]
         theirs = [row for row in asked if row.phase == phase]
-        difference = _difference(mine, theirs)
-        amount = _amount(mine)
+        differences = [*_difference(mine, theirs), *difference]
+        amounts = _amount(mine), _amount(theirs), by_phase.get(phase)
         lines.append(
             Line(
                 kind=group[0],
                 axes=group[1],
                 phase=phase,
-                predicted=amount,
-                asked=_amount(theirs),
-                compiled=by_phase.get(phase),
-                wire_bytes=_wire(group, amount, audit),
-                agrees=compiled_agrees and not difference,
-                note="; ".join([*difference, *rewrites]),
+                predicted=amounts[0],
+                asked=amounts[1],
+                compiled=amounts[2],
+                wire_bytes=_wire(group, amounts[0], audit),
+                agrees=not differences,
+                note="; ".join(differences or _rewrites(amounts[1], amounts[2], audit)),
             )
         )
     return lines
@@ -196,41 +198,54 @@ def _wire(group: Group, amount: Amount, audit: Audit) -> int | None:
 # --- asked = compiled ------------------------------------------------------------------------
 
 
-def _rewrites(
+def _compiled_difference(
     asked: Sequence[Asked], compiled: Sequence[Collective], audit: Audit
-) -> tuple[bool, list[str]]:
-    """Whether the compiled program moves what was asked for, and what the backend did to it."""
+) -> list[str]:
+    """What the compiled program moves that was not asked for, or the reverse; empty when equal.
+
+    Equal also when the same elements go over the wire in a wider dtype.
+    """
     if any(found.count is None for found in compiled):
-        return False, ["compiled: how often it runs is not known"]
-    if any(row.count is None for row in asked):
-        return False, []
-    want = _executions(asked)
+        return ["compiled: how often it runs is not known"]
+    want = _executions([row for row in asked if row.count is not None])
     have: Counter[tuple[str, int]] = Counter()
     for found in compiled:
         for buffer in found.buffers:
             have[buffer.dtype, buffer.payload_bytes] += found.count or 0
+    if _same(want, have) or _same(_widened(want, keep={dtype for dtype, _ in have}), have):
+        return []
+    totals = [sum(size * n for (_, size), n in rows.items()) for rows in (want, have)]
+    return ["asked {:,} B, compiled {:,} B".format(*totals)]
+
+
+def _rewrites(asked: Amount, compiled: Amount | None, audit: Audit) -> list[str]:
+    """The names of what the backend did to one line whose bytes are accounted for."""
+    if compiled is None:
+        return ["XLA says another phase"] if asked.count else []
     notes = []
-    if want != have:
-        widened = {dtype: _wider(dtype) for dtype, _ in want - have}
-        want_wide: Counter[tuple[str, int]] = Counter()
-        for (dtype, size), count in want.items():
-            wide = widened.get(dtype, dtype)
-            want_wide[wide, size * DTYPE_BITS[wide] // DTYPE_BITS[dtype]] += count
-        names = sorted(f"{a} to {b}" for a, b in widened.items() if a != b)
-        if names and _same(want_wide, have):
-            notes.append(f"{audit.program.platform} widens {', '.join(names)}")
-            want = want_wide
-    if not _same(want, have):
-        total = sum(size * count for (_, size), count in have.items())
-        asked_total = sum(size * count for (_, size), count in want.items())
-        return False, [f"asked {asked_total:,} B, compiled {total:,} B"]
-    num_asked = sum(want.values())
-    num_compiled = sum(found.count or 0 for found in compiled)
-    if num_compiled < num_asked:
-        notes.append(f"{num_asked} merged into {num_compiled}")
-    elif num_compiled > num_asked:
-        notes.append(f"{num_asked} split into {num_compiled}")
-    return True, notes
+    if compiled.dtype != asked.dtype and asked.dtype:
+        notes.append(f"{audit.program.platform}: {asked.dtype} goes as {compiled.dtype}")
+    if asked.count is not None and compiled.count is not None:
+        if compiled.count < asked.count:
+            notes.append("merged")
+        elif compiled.count > asked.count:
+            notes.append("split" if asked.count else "XLA says this phase")
+    return notes
+
+
+def _widened(executions: Counter[tuple[str, int]], keep: set[str]) -> Counter[tuple[str, int]]:
+    """The same elements in the dtypes of a backend that computes narrow floats in float32.
+
+    A dtype in `keep` is one that the backend does use as it is.
+    """
+    total: Counter[tuple[str, int]] = Counter()
+    for (dtype, size), count in executions.items():
+        bits = DTYPE_BITS[dtype] if "+" not in dtype else 32
+        if dtype.startswith(("bf", "f")) and bits < 32 and dtype not in keep:
+            total["f32", size * 32 // bits] += count
+        else:
+            total[dtype, size] += count
+    return total
 
 
 def _same(want: Counter[tuple[str, int]], have: Counter[tuple[str, int]]) -> bool:
@@ -245,12 +260,7 @@ def _bytes_by_dtype(executions: Counter[tuple[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def _wider(dtype: str) -> str:
-    """The dtype that backends without arithmetic in `dtype` compute in."""
-    return "f32" if dtype.startswith(("bf", "f")) and DTYPE_BITS[dtype] < 32 else dtype
-
-
-def _by_phase(asked: Sequence[Asked], compiled: Sequence[Collective]) -> dict[str, Amount]:
+def _by_phase(compiled: Sequence[Collective]) -> dict[str, Amount]:
     """The compiled bytes of each phase, as far as XLA's metadata tells phases apart.
 
     An operation merged from several phases counts as an execution in each of them.

@@ -57,6 +57,24 @@ def rotate(x_BSNH: Array, rotary: tuple[Array, Array]) -> Array:
     return rotated.astype(x_BSNH.dtype)
 
 
+def causal_attention(q_BSNH: Array, k_BSKH: Array, v_BSKH: Array) -> Array:
+    """softmax(q·k / √H) v over the past, softmax in float32: [B, S, N, H] in q's dtype.
+
+    N/K consecutive query heads share a key/value head. (`jax.nn.dot_product_attention` is not
+    used: with bfloat16 on a CPU it cannot be compiled under strict dtype promotion.)
+    """
+    B, S, N, H = q_BSNH.shape
+    K = k_BSKH.shape[2]
+    q_BSKGH = q_BSNH.reshape(B, S, K, N // K, H)
+    score_BKGST = jnp.einsum(
+        "bskgh,btkh->bkgst", q_BSKGH, k_BSKH, preferred_element_type=jnp.float32
+    )
+    is_past_ST = jnp.tril(jnp.ones((S, S), jnp.bool_))
+    score_BKGST = jnp.where(is_past_ST, score_BKGST / H**0.5, -jnp.inf)
+    weight_BKGST = jax.nn.softmax(score_BKGST, axis=-1).astype(v_BSKH.dtype)
+    return jnp.einsum("bkgst,btkh->bskgh", weight_BKGST, v_BSKH).reshape(B, S, N, H)
+
+
 class Attention(nnx.Module):
     """Causal grouped-query attention on this device's heads: [B, S', D] -> [B, S', D]."""
 
@@ -76,7 +94,7 @@ class Attention(nnx.Module):
         q_BSNH = rotate(jnp.einsum("bsd,dnh->bsnh", h_BSD, wq_DNH), rotary)
         k_BSKH = rotate(jnp.einsum("bsd,dkh->bskh", h_BSD, wk_DKH), rotary)
         v_BSKH = jnp.einsum("bsd,dkh->bskh", h_BSD, wv_DKH)
-        o_BSNH = jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, is_causal=True)
+        o_BSNH = causal_attention(q_BSNH, k_BSKH, v_BSKH)
         wo_NHD = self.output[...].astype(h_BSD.dtype)
         return parallel.leave(jnp.einsum("bsnh,nhd->bsd", o_BSNH, wo_NHD))
 

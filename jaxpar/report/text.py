@@ -50,7 +50,7 @@ def tour_table(tour: Tour) -> Table:
         f"{tour.model} on {tour.corpus}, {tour.num_steps} steps, float32, 8 virtual CPU devices",
         ["strategy", "mesh", "collective", "axis", "phase"],
         ["executions", "payload", "wire"],
-        ["", "error", "note"],
+        ["", "executed error", "note"],
     )
     for row in tour.rows:
         for cells in row_cells(row):
@@ -61,7 +61,11 @@ def tour_table(tour: Tour) -> Table:
 
 def row_cells(row: Row) -> Iterable[Sequence[str | Text]]:
     """The lines of one strategy; its name, mesh and errors stand on the first ones."""
-    errors = [f"loss {error(row.loss_error)}", f"params {error(row.parameter_error)}"]
+    errors = [
+        f"loss {error(row.loss_error)}",
+        f"norm {error(row.gradient_norm_error)}",
+        f"params {error(row.parameter_error)}",
+    ]
     for i, line in enumerate(row.lines):
         agrees = line.agrees and (row.numbers_agree or i >= len(errors))
         yield [
@@ -157,5 +161,5 @@ def _table(title: str, left: list[str], right: list[str], more: list[str]) -> Ta
     for name in right:
         table.add_column(name, no_wrap=True, justify="right")
     for name in more:
-        table.add_column(name)
+        table.add_column(name, no_wrap=name != "note")
     return table

@@ -24,14 +24,17 @@ from jaxpar.strategies.strategy import Expected, Layout, Placed, Strategy
 
 
 def all_strategies() -> dict[str, Strategy]:
-    """Every strategy there is, by name: whatever file in this folder defines one."""
+    """Every strategy there is, by name, each after the one it refines.
+
+    There is no list to add to: whatever file in this folder defines a `STRATEGY` is one.
+    """
     found = {}
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         strategy = getattr(module, "STRATEGY", None)
         if isinstance(strategy, Strategy):
             found[strategy.card.name] = strategy
-    return found
+    return dict(sorted(found.items(), key=lambda item: item[1].refines is not None))
 
 
 def strategy(name: str) -> Strategy:
@@ -44,8 +47,7 @@ def strategy(name: str) -> Strategy:
 
 def active_strategies(plan: Plan) -> list[Strategy]:
     """The strategies this plan uses, each after the one it refines."""
-    active = [s for s in all_strategies().values() if s.is_active(plan)]
-    return sorted(active, key=lambda s: s.refines is not None)
+    return [s for s in all_strategies().values() if s.is_active(plan)]
 
 
 def check(config: ModelConfig, plan: Plan) -> None:
