@@ -120,7 +120,7 @@ def audit(
     ] = None,
     json_path: Json = None,
 ) -> None:
-    """What a compiled program communicates: which collective, on which axis, how often, how much."""
+    """What a compiled program communicates: which collective, which axis, how often, how much."""
     from jaxpar.audit import audit as read
     from jaxpar.mesh import MeshSpec
     from jaxpar.report.text import audit_table

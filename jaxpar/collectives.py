@@ -26,7 +26,7 @@ from jax import Array, lax
 from jaxpar.compat import varying_axes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-"""The five primitives by their HLO names (`ragged-all-to-all` and broadcasts are read, not used)."""
+"""The five primitives by their HLO names; audits also read rarer ones, which nothing here uses."""
 
 
 def wire_bytes(kind: str, payload_bytes: int, group_size: int) -> int:
@@ -85,7 +85,7 @@ def all_reduce_max(x: Array, axes: str | Sequence[str], *, scope: str) -> Array:
 
 
 def all_gather(x: Array, axis: str, *, dim: int, scope: str) -> Array:
-    """Concatenate the shards along `dim`: [.., n/N, ..] -> [.., n, ..]. Transposes to reduce_scatter."""
+    """Concatenate shards along `dim`: [.., n/N, ..] -> [.., n, ..]; transpose: reduce_scatter."""
     if not real_axes(axis):
         return x
     with jax.named_scope(scope):

@@ -1,4 +1,4 @@
-"""The tour: every strategy trained, compared with one device, audited, compared with its closed form.
+"""The tour: every strategy trained, held against one device, audited, held against its closed form.
 
 This computes; `jaxpar.report` prints. The rows are whatever the strategies say they are (see
 `Variant` in strategies/strategy.py), so a new strategy file appears here by being written.

@@ -1,4 +1,4 @@
-"""What several test files share: a small model, its training, and the meshes of each composition."""
+"""What several test files share: small models, plans, and their training on one device."""
 
 from __future__ import annotations
 

@@ -13,10 +13,16 @@ from jaxpar.model.config import PRESETS, preset
 from jaxpar.model.transformer import abstract_model
 from tests.helpers import SMALL, TIED, plan, step
 
+CHOICES = {
+    "num_accumulation_steps": (1, 2),
+    "remat": ("none", "full"),
+    "sequence": (False, True),
+    "compute_dtype": ("float32", "bfloat16"),
+    "reduce_dtype": ("float32", "bfloat16"),
+}
 OPTIONS = [
-    dict(zip(("num_accumulation_steps", "remat", "sequence", "compute_dtype", "reduce_dtype"), values, strict=True))
-    for values in itertools.product((1, 2), ("none", "full"), (False, True), ("float32", "bfloat16"), ("float32", "bfloat16"))
-]  # fmt: skip
+    dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())
+]
 MESHES = ["data=1", "data=8", "slice=2,data=4", "tensor=2", "tensor=8", "fsdp=8", "data=2,tensor=4",
           "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"]  # fmt: skip
 

@@ -12,30 +12,42 @@ from tests.helpers import SMALL, TIED, batches, reference, step
 
 NUM_STEPS = 10
 
+SEQUENCE = {"sequence": True}
+ACCUMULATE = {"num_accumulation_steps": 2}
+REMAT = {"remat": "full"}
+
 CASES = {
-    "data": [("data=2", {}), ("data=8", {}), ("slice=2,data=2", {}), ("data=4", {"num_accumulation_steps": 2})],
-    "tensor": [("tensor=2", {}), ("tensor=4", {}), ("tensor=8", {}), ("tensor=4", {"remat": "full"})],
-    "sequence": [(f"tensor={n}", {"sequence": True}) for n in (2, 4, 8)],
-    "fsdp": [("fsdp=2", {}), ("fsdp=4", {"num_accumulation_steps": 2}), ("fsdp=8", {"remat": "full"})],
+    "data": [("data=2", {}), ("data=8", {}), ("slice=2,data=2", {}), ("data=4", ACCUMULATE)],
+    "tensor": [("tensor=2", {}), ("tensor=4", REMAT), ("tensor=8", {})],
+    "sequence": [("tensor=2", SEQUENCE), ("tensor=4", SEQUENCE), ("tensor=8", SEQUENCE)],
+    "fsdp": [("fsdp=2", {}), ("fsdp=4", ACCUMULATE), ("fsdp=8", REMAT)],
     "data+tensor": [("data=2,tensor=2", {}), ("data=2,tensor=4", {}), ("data=4,tensor=2", {})],
     "data+tensor+sequence": [
-        ("data=2,tensor=2", {"sequence": True}),
-        ("data=2,tensor=4", {"sequence": True, "num_accumulation_steps": 2}),
-        ("data=4,tensor=2", {"sequence": True, "remat": "full"}),
+        ("data=2,tensor=2", SEQUENCE),
+        ("data=2,tensor=4", SEQUENCE | ACCUMULATE),
+        ("data=4,tensor=2", SEQUENCE | REMAT),
     ],
     "fsdp+tensor": [
         ("fsdp=2,tensor=2", {}),
-        ("fsdp=2,tensor=4", {"sequence": True}),
-        ("fsdp=4,tensor=2", {"num_accumulation_steps": 2}),
+        ("fsdp=2,tensor=4", SEQUENCE),
+        ("fsdp=4,tensor=2", ACCUMULATE),
     ],
-    "hsdp": [("data=2,fsdp=2", {}), ("data=2,fsdp=4", {}), ("data=2,fsdp=2,tensor=2", {"sequence": True})],
-}  # fmt: skip
+    "hsdp": [
+        ("data=2,fsdp=2", {}),
+        ("data=2,fsdp=4", {}),
+        ("data=2,fsdp=2,tensor=2", SEQUENCE),
+    ],
+}
 
 
 @pytest.mark.parametrize(
     ("mesh", "fields"),
-    [pytest.param(*case, id=f"{name}:{case[0]}:{i}") for name, cases in CASES.items() for i, case in enumerate(cases)],
-)  # fmt: skip
+    [
+        pytest.param(mesh, fields, id=f"{name}:{mesh}")
+        for name, cases in CASES.items()
+        for mesh, fields in cases
+    ],
+)
 def test_equals_one_device(mesh, fields):
     explicit = step(mesh, **fields)
     losses, norms, params = train(explicit.init(), explicit, batches(NUM_STEPS))

@@ -48,8 +48,8 @@ def global_norm(gradients: Params, split_axes: Params) -> Array:
 
 
 def clip(gradients: Params, norm: Array, max_norm: float) -> Params:
-    """Gradients scaled so that their global norm is at most `max_norm`; dtypes stay."""
-    scale = max_norm / jnp.maximum(norm, max_norm)
+    """Gradients scaled so that their global norm is at most `max_norm`; infinity never clips."""
+    scale = jnp.minimum(1.0, max_norm / norm)
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
 
 

@@ -18,7 +18,7 @@ from jaxpar import strategies as package
 from jaxpar.errors import PlanError, did_you_mean
 from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.model.parallel import Parallel
-from jaxpar.model.transformer import Params
+from jaxpar.model.transformer import Params, check_is_dense
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.strategy import Expected, Layout, Placed, Strategy
 
@@ -51,7 +51,8 @@ def active_strategies(plan: Plan) -> list[Strategy]:
 
 
 def check(config: ModelConfig, plan: Plan) -> None:
-    """Raise PlanError unless this model can be trained by this plan; after it, tracing succeeds."""
+    """Raise PlanError, or ConfigError for a model that no plan can train; then tracing succeeds."""
+    check_is_dense(config)
     strategies = active_strategies(plan)
     served = {axis for s in all_strategies().values() for axis in s.axes}
     for axis, size in plan.mesh.named_axes.items():
@@ -62,8 +63,8 @@ def check(config: ModelConfig, plan: Plan) -> None:
             )
     if plan.seq_len > config.max_seq_len:
         raise PlanError(
-            f"seq_len={plan.seq_len} is more than {config.name} allows "
-            f"(max_seq_len={config.max_seq_len})."
+            f"seq_len={plan.seq_len} is more than {config.name} allows with "
+            f"max_seq_len={config.max_seq_len}. Nearest seq_len: {config.max_seq_len}."
         )
     for active in strategies:
         active.check(config, plan)

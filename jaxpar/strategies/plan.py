@@ -7,7 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpar.errors import PlanError, nearest_multiples
+from jaxpar.errors import (
+    PlanError,
+    nearest_multiples,
+    require_choice,
+    require_whole,
+    shown,
+)
 from jaxpar.mesh import MeshSpec
 
 BATCH_AXES = ("slice", "data", "fsdp", "expert")
@@ -40,21 +46,20 @@ class Plan:
     remat: Literal["none", "full"] = "none"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, MeshSpec):
+            raise PlanError(
+                f"mesh={shown(self.mesh)} ({type(self.mesh).__name__}) must be a MeshSpec, such as "
+                f"MeshSpec.parse('data=2,tensor=4')."
+            )
         for field in ("batch_size", "seq_len", "num_accumulation_steps"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PlanError(f"{field}={value!r} must be a whole number ≥ 1.")
+            require_whole(PlanError, field, getattr(self, field))
         for field, choices in (
             ("compute_dtype", DTYPES),
             ("reduce_dtype", DTYPES),
             ("remat", ("none", "full")),
             ("sequence", (True, False)),
         ):
-            if getattr(self, field) not in choices:
-                raise PlanError(
-                    f"{field}={getattr(self, field)!r} must be one of: "
-                    f"{', '.join(str(c) for c in choices)}."
-                )
+            require_choice(PlanError, field, getattr(self, field), choices)
         step = self.num_batch_shards * self.num_accumulation_steps
         if self.batch_size % step:
             axes = " × ".join(f"{a}={self.size(a)}" for a in self.in_mesh_order(BATCH_AXES))
@@ -62,7 +67,7 @@ class Plan:
                 f"batch_size={self.batch_size} does not divide into {step} equal parts: the mesh "
                 f"spreads it over {axes or 'one device'} and num_accumulation_steps="
                 f"{self.num_accumulation_steps}. Nearest batch_size: "
-                f"{nearest_multiples(self.batch_size, step)}."
+                f"{nearest_multiples(self.batch_size, step) or 'none; accumulate fewer steps'}."
             )
 
     def size(self, axis: str) -> int:

@@ -3,7 +3,7 @@
 What is split    what tensor parallelism leaves whole: the residual stream, the norms and the
                  residual additions, along the sequence, over the same axis `tensor`.
 Why              activations between matmuls shrink by n, and the same work is not done n times.
-What it costs    an all-gather in front of each split pair of matmuls and a reduce-scatter behind it,
+What it costs    an all-gather before each split pair of matmuls and a reduce-scatter behind it,
                  together the bytes on the wire of the all-reduce they replace; and one all-reduce
                  of the norms' gradients per step, since each device saw a part of the sequence.
 
@@ -109,7 +109,9 @@ def check(config: ModelConfig, plan: Plan) -> None:
     if plan.seq_len % n:
         raise PlanError(
             f"seq_len={plan.seq_len} cannot be split over tensor={n} with sequence=True: it is "
-            f"not a multiple. Nearest seq_len: {nearest_multiples(plan.seq_len, n)}."
+            f"not a multiple. Nearest seq_len up to max_seq_len={config.max_seq_len}: "
+            f"{nearest_multiples(plan.seq_len, n, config.max_seq_len) or 'none'}; "
+            f"or set sequence=False."
         )
 
 

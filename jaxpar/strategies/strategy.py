@@ -35,7 +35,7 @@ class Card:
 class Expected:
     """One line of a closed form: `count` executions per step and device of one collective.
 
-    payload_bytes is per execution (see jaxpar.collectives); dtype is the program's, by its HLO name.
+    payload_bytes is per execution (see jaxpar.collectives), dtype the program's by its HLO name.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One row of `jaxpar tour`: a mesh (as `MeshSpec.parse` reads it) and the plan's other fields."""
+    """One row of `jaxpar tour`: a mesh as `MeshSpec.parse` reads it, and more fields of the plan."""
 
     name: str
     mesh: str

@@ -24,6 +24,7 @@ Source: Shoeybi et al. 2019 (Megatron-LM) §3; Narayanan et al. 2021 §3.2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -154,20 +155,25 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
 
 
 def check(config: ModelConfig, plan: Plan) -> None:
-    n = plan.size(AXIS)
-    for field in ("num_heads", "mlp_hidden", "vocab"):
-        value = getattr(config, field)
+    n, K = plan.size(AXIS), config.num_kv_heads
+    split = {field: getattr(config, field) for field in ("num_heads", "mlp_hidden", "vocab")}
+
+    def fits(n: int) -> bool:
+        return (K % n == 0 or n % K == 0) and not (plan.sequence and plan.seq_len % n)
+
+    # One choice for all of them, so that whoever follows it does not meet the next error.
+    sizes = nearest_divisors(math.gcd(*split.values()), n, fits)
+    for field, value in split.items():
         if value % n:
             raise PlanError(
                 f"{config.name}: {field}={value} cannot be split over tensor={n}: it is not a "
-                f"multiple. Nearest sizes of axis tensor: {nearest_divisors(value, n)}."
+                f"multiple. Nearest sizes of axis tensor: {sizes}."
             )
-    K = config.num_kv_heads
     if K % n and n % K:
         raise PlanError(
             f"{config.name}: num_kv_heads={K} and tensor={n}: neither is a multiple of the other, "
             f"so heads can be neither split nor replicated evenly. Nearest sizes of axis tensor: "
-            f"{nearest_divisors(K, n)}, or a multiple of {K}."
+            f"{sizes}."
         )
 
 

@@ -149,9 +149,11 @@ def is_split(dims: tuple[str, ...]) -> bool:
 def check(config: ModelConfig, plan: Plan) -> None:
     n = plan.size(AXIS)
     if config.embed % n:
+        rest = plan.num_batch_shards // n * plan.num_accumulation_steps
+        sizes = nearest_divisors(config.embed, n, lambda d: plan.batch_size % (rest * d) == 0)
         raise PlanError(
             f"{config.name}: embed={config.embed} cannot be split over fsdp={n}: it is not a "
-            f"multiple. Nearest sizes of axis fsdp: {nearest_divisors(config.embed, n)}."
+            f"multiple. Nearest sizes of axis fsdp: {sizes}."
         )
 
 
