@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +45,7 @@ def tour(
     import jax
 
     from jaxpar.report.html import tour_page
-    from jaxpar.report.text import tour_table, tour_verdict
+    from jaxpar.report.text import literal, tour_table, tour_verdict
     from jaxpar.text import Corpus
     from jaxpar.tour import take_tour
 
@@ -64,8 +65,8 @@ def tour(
     console = _console()
     console.print(tour_table(result))
     console.print(tour_verdict(result))
-    html.write_text(tour_page(result), encoding="utf-8")
-    console.print(f"Written: {html}", markup=False, highlight=False)
+    _write(html, tour_page(result))
+    console.print(literal(f"Written: {html}"))
     _write_json(json_path, result.to_json())
     if not result.agrees:
         raise typer.Exit(FAILED)
@@ -89,6 +90,7 @@ def explain(
     from jaxpar.strategies import compose
     from jaxpar.strategies.plan import Plan
 
+    _check_writable(json_path)
     strategy = compose.strategy(name)
     plan = Plan(
         mesh=MeshSpec.load(mesh),
@@ -105,8 +107,7 @@ def explain(
     console.print(card_table(strategy.card))
     console.print(expected_table(rows, f"{config.name} on {plan.mesh}, per step and device"))
     if not rows:
-        axes = " or ".join(strategy.axes)
-        console.print(f"This mesh gives {name} nothing to do; it works along axis {axes}.")
+        console.print(f"This mesh gives {name} nothing to do. Its axis: {strategy.card.axis}.")
     _write_json(
         json_path, {"card": asdict(strategy.card), "expected": [asdict(row) for row in rows]}
     )
@@ -123,15 +124,14 @@ def audit(
     """What a compiled program communicates: which collective, which axis, how often, how much."""
     from jaxpar.audit import audit as read
     from jaxpar.mesh import MeshSpec
-    from jaxpar.report.text import audit_table
+    from jaxpar.report.text import audit_table, literal
 
+    _check_writable(json_path)
     result = read(path, mesh=MeshSpec.load(mesh).named_axes if mesh else None)
     console = _console()
     console.print(audit_table(result))
     for finding in result.findings:
-        console.print(
-            f"{finding.severity}: {finding.message} {finding.remedy}", markup=False, highlight=False
-        )
+        console.print(literal(f"{finding.severity}: {finding.message} {finding.remedy}"))
     _write_json(json_path, result.to_json())
     if not result.program.complete:
         raise typer.Exit(INCOMPLETE)
@@ -142,7 +142,9 @@ def main() -> None:
     try:
         app()
     except JaxparError as error:
-        Console(stderr=True).print(f"jaxpar: {error}", style="red", markup=False, highlight=False)
+        from jaxpar.report.text import literal
+
+        Console(stderr=True).print(literal(f"jaxpar: {error}", style="red"))
         sys.exit(BAD_INPUT)
 
 
@@ -154,7 +156,7 @@ def _console() -> Console:
 def _progress() -> Progress:
     """On stderr, and gone when done: the table is what stays."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -168,12 +170,22 @@ def _check_writable(*paths: Path | None) -> None:
     for path in paths:
         if path is None:
             continue
-        if path.is_dir() or not path.resolve().parent.is_dir():
-            raise JaxparError(f"Cannot write {path}: no such folder, or a folder itself.")
+        try:
+            if path.is_dir() or not path.resolve().parent.is_dir():
+                raise JaxparError(f"Cannot write {path}: no such folder, or a folder itself.")
+            if not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+                raise JaxparError(f"Cannot write {path}: permission denied.")
+        except OSError as error:  # such as a name that is too long
+            raise JaxparError(f"Cannot write {path}: {error.strerror}.") from None
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise JaxparError(f"Cannot write {path}: {error.strerror}.") from None
 
 
 def _write_json(path: Path | None, data: dict[str, Any]) -> None:
-    if path is None:
-        return
-    _check_writable(path)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if path is not None:
+        _write(path, json.dumps(data, indent=1, allow_nan=False) + "\n")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import math
+import numbers
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+MAX_SIZE = (1 << 31) - 1
+"""Of anything that is counted: as far as JAX's int32 indices reach."""
 
 
 class JaxparError(ValueError):
@@ -40,17 +45,18 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
 
 
-def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, as the end of a sentence: '8 or 12'."""
+def nearest_multiples(value: int, step: int, at_most: int = MAX_SIZE) -> str:
+    """The multiples of `step` around `value`, as the end of a sentence: '8 or 12', '' for none."""
     below = value // step * step
-    return f"{below} or {below + step}" if below else f"{step}"
+    return " or ".join(str(m) for m in (below, below + step) if 0 < m <= at_most)
 
 
-def nearest_divisors(value: int, target: int) -> str:
-    """The divisors of `value` closest to `target`, as the end of a sentence: '2 or 4'."""
-    divisors = [d for d in range(1, value + 1) if value % d == 0]
-    best = sorted(divisors, key=lambda d: (abs(d - target), d))[:2]
-    return " or ".join(str(d) for d in sorted(best))
+def nearest_divisors(value: int, target: int, fits: Callable[[int], bool] = lambda d: True) -> str:
+    """The divisors of `value` around `target` that fit, as for `nearest_multiples`: '2 or 4'."""
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    divisors = sorted(d for d in {*small, *(value // d for d in small)} if fits(d))
+    below, above = ([d for d in divisors if (d > target) == side] for side in (False, True))
+    return " or ".join(str(d) for d in (*below[-1:], *above[:1]))
 
 
 def is_whole(value: Any) -> bool:
@@ -62,8 +68,41 @@ def nearest_whole(value: Any, smallest: int, largest: int) -> int:
     """The whole number in range that was most likely meant. NaN and words count as `smallest`."""
     if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value.strip()):
         value = int(value)
-    number = value if isinstance(value, int | float) else smallest
+    number: Any = value if isinstance(value, numbers.Real) else smallest
     return round(min(largest, max(smallest, number)))
+
+
+def require_whole(error: type[JaxparError], field: str, value: Any, at_least: int = 1) -> None:
+    """Raise `error` unless `value` is a whole number from `at_least` to MAX_SIZE."""
+    if not is_whole(value) or not at_least <= value <= MAX_SIZE:
+        raise error(
+            f"{field}={shown(value)} ({type(value).__name__}) must be a whole number from "
+            f"{at_least} to {MAX_SIZE}. Nearest: {nearest_whole(value, at_least, MAX_SIZE)}."
+        )
+
+
+def require_positive(
+    error: type[JaxparError], field: str, value: Any, example: float, note: str = ""
+) -> None:
+    """Raise `error` unless `value` is a number above 0 that float32 has; True is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 1e-37 < value < 1e38:
+        raise error(
+            f"{field}={shown(value)} ({type(value).__name__}) must be a number above 0 that "
+            f"float32 can hold, such as {example}{note}."
+        )
+
+
+def require_choice(
+    error: type[JaxparError], field: str, value: Any, choices: Iterable[str | bool]
+) -> None:
+    """Raise `error` unless `value` is one of `choices`, type included: 1 is not True."""
+    choices = list(choices)
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise error(
+            f"{field}={shown(value)} ({type(value).__name__}) must be one of: "
+            f"{', '.join(map(repr, choices))}."
+        )
 
 
 def shown(value: Any) -> str:

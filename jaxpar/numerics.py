@@ -39,17 +39,15 @@ def first_difference(got: Any, want: Any) -> str | None:
     NaNs are equal when their bits are. Raises JaxparError as `relative_error` does.
     """
     for path, a, b in _pairs(got, want):
-        bits_a, bits_b = (np.ascontiguousarray(x).view(np.uint8) for x in (a, b))
+        bits_a, bits_b = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
         if not np.array_equal(bits_a, bits_b):
-            index = np.unravel_index(
-                int(np.argmax((bits_a != bits_b).ravel())) // a.itemsize, a.shape
-            )
+            index = np.unravel_index(int(np.argmax(bits_a != bits_b)) // a.itemsize, a.shape)
             return f"{path}{list(map(int, index))}: {a[index]!r} is not {b[index]!r}"
     return None
 
 
 def _pairs(got: Any, want: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    mine, theirs = ({jax.tree_util.keystr(path): np.atleast_1d(np.asarray(leaf))
+    mine, theirs = ({jax.tree_util.keystr(path): np.asarray(leaf)
                      for path, leaf in jax.tree.leaves_with_path(tree)}
                     for tree in (got, want))  # fmt: skip
     if missing := theirs.keys() - mine.keys():

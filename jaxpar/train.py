@@ -5,6 +5,7 @@ Read `_local_step` first: it is the whole composition, in the order things happe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import Array, lax
@@ -19,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.collectives import vary
 from jaxpar.compat import varying_axes
-from jaxpar.errors import PlanError
+from jaxpar.errors import PlanError, require_positive, shown
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel
 from jaxpar.model.transformer import Params, abstract_model, init_params
@@ -62,9 +64,19 @@ class TrainStep:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
+        for field, kind, example in (
+            ("config", ModelConfig, "preset('tiny')"),
+            ("plan", Plan, "Plan(mesh=..., batch_size=..., seq_len=...)"),
+            ("optimizer", optax.GradientTransformation, "optax.adamw(1e-3)"),
+        ):
+            if not isinstance(value := getattr(self, field), kind):
+                raise PlanError(
+                    f"{field}={shown(value)} ({type(value).__name__}) must be a {kind.__name__}, "
+                    f"such as {example}."
+                )
+        if self.clip_norm != math.inf:
+            require_positive(PlanError, "clip_norm", self.clip_norm, 1.0, "; inf never clips")
         compose.check(self.config, self.plan)
-        if not self.clip_norm > 0:
-            raise PlanError(f"clip_norm={self.clip_norm!r} must be positive; inf never clips.")
         # Before anything else makes JAX choose how many CPU devices there are.
         assert self.mesh.size == self.plan.mesh.num_devices
         abstract_model(self.config)
@@ -113,14 +125,33 @@ class TrainStep:
         return self.jitted(state, self.place(batch))
 
     def place(self, batch: Batch) -> Batch:
-        """A global batch spread over the mesh. Raises PlanError for another shape."""
+        """A global batch spread over the mesh.
+
+        Raises PlanError for another shape or dtype, and for NumPy tokens outside the vocabulary
+        (what is on a device already is not read back).
+        """
+        if not isinstance(batch, Batch):
+            raise PlanError(
+                f"The batch is a {type(batch).__name__}, and has to be a "
+                f"Batch({', '.join(Batch._fields)}), as Corpus.batch makes it."
+            )
         want = self.plan.batch_size, self.plan.seq_len
         for name, array in batch._asdict().items():
-            if array.shape != want:
+            dtype = "float32" if name == "mask_BS" else "int32"
+            if not isinstance(array, np.ndarray | Array):
+                raise PlanError(f"{name} is a {type(array).__name__}; it has to be an array.")
+            if array.shape != want or array.dtype != dtype:
                 raise PlanError(
-                    f"{name} has shape {tuple(array.shape)}, and the plan's batch_size and "
-                    f"seq_len make {want}."
+                    f"{name} is {array.dtype}{list(array.shape)}, and has to be "
+                    f"{dtype}{list(want)}: batch_size={want[0]} × seq_len={want[1]}."
                 )
+            if name != "mask_BS" and isinstance(array, np.ndarray):
+                low, high = int(array.min()), int(array.max())
+                if low < 0 or high >= self.config.vocab:
+                    raise PlanError(
+                        f"{name} holds {low} to {high}, and {self.config.name} has vocab="
+                        f"{self.config.vocab}: tokens go from 0 to {self.config.vocab - 1}."
+                    )
         return jax.device_put(batch, NamedSharding(self.mesh, self.batch_spec))
 
     @cached_property

@@ -10,7 +10,18 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpar.errors import ConfigError, did_you_mean, nearest_divisors
+from jaxpar.errors import (
+    MAX_SIZE,
+    ConfigError,
+    did_you_mean,
+    nearest_divisors,
+    nearest_multiples,
+    nearest_whole,
+    require_choice,
+    require_positive,
+    require_whole,
+    shown,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +74,7 @@ class ModelConfig:
     num_dense_layers: int = 0  # leading layers that keep the plain mlp in an expert model
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "embed", "num_heads", "num_kv_heads", "head_dim", "mlp_hidden",
-                      "vocab", "max_seq_len"):  # fmt: skip
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{self.name}: {field}={value!r} must be a whole number ≥ 1.")
+        self._check_types()
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.name}: num_heads={self.num_heads} is not a multiple of "
@@ -78,15 +85,47 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ConfigError(
                 f"{self.name}: head_dim={self.head_dim} is odd; RoPE rotates pairs. "
-                f"Use {self.head_dim - 1 or 2} or {self.head_dim + 1}."
+                f"Nearest head_dim: {nearest_multiples(self.head_dim, 2)}."
             )
-        if self.mlp not in ("swiglu", "gelu"):
-            raise ConfigError(f"{self.name}: mlp={self.mlp!r} must be 'swiglu' or 'gelu'.")
-        if self.num_experts and not 1 <= self.num_experts_per_token <= self.num_experts:
-            raise ConfigError(
-                f"{self.name}: num_experts_per_token={self.num_experts_per_token} must be between "
-                f"1 and num_experts={self.num_experts}."
-            )
+        self._check_experts()
+
+        # As floats: JAX takes no whole number above int32.
+        for field in ("rope_theta", "norm_epsilon"):
+            object.__setattr__(self, field, float(getattr(self, field)))
+
+    def _check_types(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"name={shown(self.name)} must be a word or two, such as 'tiny'.")
+        for field in ("num_layers", "embed", "num_heads", "num_kv_heads", "head_dim", "mlp_hidden",
+                      "vocab", "max_seq_len"):  # fmt: skip
+            require_whole(ConfigError, f"{self.name}: {field}", getattr(self, field))
+        for field in ("num_experts", "num_experts_per_token", "num_shared_experts",
+                      "expert_hidden", "num_dense_layers"):  # fmt: skip
+            require_whole(ConfigError, f"{self.name}: {field}", getattr(self, field), at_least=0)
+        for field, example in (("rope_theta", 10_000.0), ("norm_epsilon", 1e-5)):
+            require_positive(ConfigError, f"{self.name}: {field}", getattr(self, field), example)
+        require_choice(ConfigError, f"{self.name}: mlp", self.mlp, ("swiglu", "gelu"))
+        require_choice(
+            ConfigError, f"{self.name}: tied_embedding", self.tied_embedding, (True, False)
+        )
+
+    def _check_experts(self) -> None:
+        """Each field of expert layers in its range, which without experts is 0 alone."""
+        E = self.num_experts
+        for field, smallest, largest in (
+            ("num_experts_per_token", 1, E),
+            ("num_shared_experts", 0, MAX_SIZE),
+            ("expert_hidden", 1, MAX_SIZE),
+            ("num_dense_layers", 0, self.num_layers - 1),
+        ):
+            value = getattr(self, field)
+            low, high = (smallest, largest) if E else (0, 0)
+            if not low <= value <= high:
+                raise ConfigError(
+                    f"{self.name}: {field}={value} must be between {low} and {high} with "
+                    f"num_experts={E} and num_layers={self.num_layers}. Nearest {field}: "
+                    f"{nearest_whole(value, low, high)}."
+                )
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array, lax
 
 from jaxpar.errors import ConfigError
-from jaxpar.model.config import ModelConfig
+from jaxpar.model.config import PRESETS, ModelConfig
 from jaxpar.model.layers import Block, Embedding, RMSNorm, rotary_angles
 from jaxpar.model.parallel import Parallel
 
@@ -64,16 +64,23 @@ def _gathered(module: Any, parallel: Parallel) -> Any:
     return nnx.merge(graphdef, parallel.gather(state))
 
 
+def check_is_dense(config: ModelConfig) -> None:
+    """Raise ConfigError for a model with expert layers, which no strategy here runs yet."""
+    if config.num_experts:
+        dense = ", ".join(name for name, preset in PRESETS.items() if not preset.num_experts)
+        raise ConfigError(
+            f"{config.name} has num_experts={config.num_experts} per layer, and no strategy here "
+            f"runs expert layers yet: its shapes serve for parameter counts. Presets without "
+            f"experts: {dense}."
+        )
+
+
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
     """The model's structure and its parameters as shapes; costs no memory at any size.
 
     Raises ConfigError for a model with expert layers, which no strategy here runs yet.
     """
-    if config.num_experts:
-        raise ConfigError(
-            f"{config.name} has {config.num_experts} experts per layer, and no strategy here runs "
-            f"expert layers yet: its shapes serve for parameter counts. Use a dense preset."
-        )
+    check_is_dense(config)
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
 

@@ -26,6 +26,12 @@ def size(num_bytes: int | None) -> str:
     return f"{value:.1f}".removesuffix(".0") + f" {UNITS[unit]}"
 
 
+def literal(text: str, style: str = "") -> Text:
+    """Text exactly as it is, whoever wrote it: no markup, no emoji, no escape sequences."""
+    visible = (c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    return Text("".join(visible), style=style)
+
+
 def error(value: float) -> str:
     return "0" if value == 0 else f"{value:.0e}"
 
@@ -54,7 +60,7 @@ def tour_table(tour: Tour) -> Table:
     )
     for row in tour.rows:
         for cells in row_cells(row):
-            table.add_row(*cells)
+            table.add_row(*(cell if isinstance(cell, Text) else literal(cell) for cell in cells))
         table.add_section()
     return table
 
@@ -79,7 +85,7 @@ def row_cells(row: Row) -> Iterable[Sequence[str | Text]]:
             size(line.wire_bytes),
             Text("✓", style="green") if agrees else Text("✗", style="bold red"),
             errors[i] if i < len(errors) else "",
-            Text(line.note, style="dim" if line.agrees else "red"),
+            literal(line.note, style="dim" if line.agrees else "red"),
         ]
 
 
@@ -87,7 +93,7 @@ def tour_verdict(tour: Tour) -> Text:
     """One sentence: whether everything agrees, and if not, who does not."""
     failed = [row.strategy for row in tour.rows if not row.agrees]
     if failed:
-        return Text(f"Disagreement in {', '.join(failed)}.", style="bold red")
+        return literal(f"Disagreement in {', '.join(failed)}.", style="bold red")
     return Text(
         f"predicted = asked = compiled, and = one device, for {len(tour.rows)} strategies "
         f"in {tour.seconds:.0f} s.",
@@ -96,9 +102,10 @@ def tour_verdict(tour: Tour) -> Text:
 
 
 def card_table(card: Card) -> Table:
-    table = Table(box=box.SIMPLE, show_header=False, title=card.name, title_justify="left")
+    title = literal(card.name)
+    table = Table(box=box.SIMPLE, show_header=False, title=title, title_justify="left")
     for key in ("axis", "splits", "why", "costs", "source"):
-        table.add_row(Text(key, style="bold"), Text(getattr(card, key)))
+        table.add_row(literal(key, style="bold"), literal(getattr(card, key)))
     return table
 
 
@@ -108,14 +115,19 @@ def expected_table(rows: Sequence[Expected], title: str) -> Table:
     )
     for row in rows:
         table.add_row(
-            row.kind,
-            ",".join(row.axes),
-            row.phase,
-            str(row.count),
-            size(row.payload_bytes),
-            size(row.count * row.payload_bytes),
-            row.dtype,
-            row.why,
+            *map(
+                literal,
+                [
+                    row.kind,
+                    ",".join(row.axes),
+                    row.phase,
+                    str(row.count),
+                    size(row.payload_bytes),
+                    size(row.count * row.payload_bytes),
+                    row.dtype,
+                    row.why,
+                ],
+            )
         )
     return table
 
@@ -135,7 +147,7 @@ def audit_table(audit: Audit) -> Table:
             count = f"{found.count_min}…{'?' if found.count_max is None else found.count_max}"
         table.add_row(
             *map(
-                Text,
+                literal,
                 [
                     found.kind,
                     ",".join(found.axes) if found.axes else found.axes_note or "?",
@@ -155,7 +167,7 @@ def audit_table(audit: Audit) -> Table:
 
 
 def _table(title: str, left: list[str], right: list[str], more: list[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=Text(title), title_justify="left", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, title=literal(title), title_justify="left", pad_edge=False)
     for name in left:
         table.add_column(name, no_wrap=True)
     for name in right:
