@@ -6,6 +6,7 @@ This computes; `jaxpar.report` prints. The rows are whatever the strategies say 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -75,11 +76,16 @@ class Row:
             "plan": plan,
             "mesh": dict(self.plan.mesh.named_axes),
             "agrees": self.agrees,
-            "loss_error": self.loss_error,
-            "gradient_norm_error": self.gradient_norm_error,
-            "parameter_error": self.parameter_error,
+            "loss_error": _finite(self.loss_error),
+            "gradient_norm_error": _finite(self.gradient_norm_error),
+            "parameter_error": _finite(self.parameter_error),
             "comparison": [line.to_json() for line in self.lines],
         }
+
+
+def _finite(error: float) -> float | None:
+    """JSON has no infinity; null is an error beyond measure."""
+    return error if math.isfinite(error) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,11 +69,14 @@ def row_cells(row: Row) -> Iterable[Sequence[str | Text]]:
     """The lines of one strategy; its name, mesh and errors stand on the first ones."""
     errors = [
         f"loss {error(row.loss_error)}",
-        f"norm {error(row.gradient_norm_error)}",
         f"params {error(row.parameter_error)}",
+        f"norm {error(row.gradient_norm_error)}",
     ]
+    # One on each line, what is left on the last.
+    last = len(row.lines) - 1
+    shown = [*errors[:last], ", ".join(errors[last:])] if last < len(errors) else errors
     for i, line in enumerate(row.lines):
-        agrees = line.agrees and (row.numbers_agree or i >= len(errors))
+        agrees = line.agrees and (row.numbers_agree or i >= len(shown))
         yield [
             row.strategy if i == 0 else "",
             str(row.plan.mesh) if i == 0 else "",
@@ -84,7 +87,7 @@ def row_cells(row: Row) -> Iterable[Sequence[str | Text]]:
             triple(line, "payload_bytes"),
             size(line.wire_bytes),
             Text("✓", style="green") if agrees else Text("✗", style="bold red"),
-            errors[i] if i < len(errors) else "",
+            shown[i] if i < len(shown) else "",
             literal(line.note, style="dim" if line.agrees else "red"),
         ]
 
