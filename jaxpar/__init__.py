@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxpar.errors import JaxparError
     from jaxpar.mesh import MeshSpec, use_cpu_devices
     from jaxpar.model.config import ModelConfig, preset
-    from jaxpar.strategies.compose import expected
+    from jaxpar.predict.volume import expected
     from jaxpar.strategies.plan import Plan
     from jaxpar.text import Batch, Corpus
     from jaxpar.train import TrainState, TrainStep
@@ -36,7 +36,7 @@ _HOME = {
     "use_cpu_devices": "jaxpar.mesh",
     "ModelConfig": "jaxpar.model.config",
     "preset": "jaxpar.model.config",
-    "expected": "jaxpar.strategies.compose",
+    "expected": "jaxpar.predict.volume",
     "Plan": "jaxpar.strategies.plan",
     "Batch": "jaxpar.text",
     "Corpus": "jaxpar.text",

@@ -81,12 +81,16 @@ def explain(
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     json_path: Json = None,
 ) -> None:
-    """A strategy's card, and its closed form for a model on a mesh. Nothing is run."""
+    """A strategy's card, and its closed form for a model on a mesh. Nothing is run.
+
+    Activations and weights travel in bfloat16, gradients in float32.
+    """
     from dataclasses import asdict
 
     from jaxpar.mesh import MeshSpec
     from jaxpar.model.config import preset
-    from jaxpar.report.text import card_table, expected_table
+    from jaxpar.predict.volume import wire_bytes_by_axes
+    from jaxpar.report.text import card_table, expected_table, size
     from jaxpar.strategies import compose
     from jaxpar.strategies.plan import Plan
 
@@ -100,12 +104,13 @@ def explain(
     )
     config = preset(model)
     compose.check(config, plan)
-    rows = strategy.expected(config, plan, compose.layout(config, plan))
-    if not strategy.is_active(plan):
-        rows = []
+    active = strategy.is_active(plan)
+    rows = strategy.expected(config, plan, compose.layout(config, plan)) if active else []
     console = _console()
     console.print(card_table(strategy.card))
     console.print(expected_table(rows, f"{config.name} on {plan.mesh}, per step and device"))
+    for axes, num_bytes in wire_bytes_by_axes(rows, plan).items():
+        console.print(f"On the wire over {','.join(axes)}: {size(num_bytes)}", highlight=False)
     if not rows:
         console.print(f"This mesh gives {name} nothing to do. Its axis: {strategy.card.axis}.")
     _write_json(

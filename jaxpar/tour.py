@@ -24,6 +24,7 @@ from jaxpar.mesh import MeshSpec, use_cpu_devices
 from jaxpar.model.config import ModelConfig, preset
 from jaxpar.model.transformer import Params
 from jaxpar.numerics import relative_error
+from jaxpar.predict.volume import expected
 from jaxpar.reference import plain_step, reference_init
 from jaxpar.strategies import compose
 from jaxpar.strategies.plan import Plan
@@ -173,7 +174,7 @@ def take_row(name: str, step: TrainStep, batches: Sequence[Batch], reference: Tr
     traced = step.jitted.trace(*step.abstract_inputs)
     compiled = traced.lower().compile()
     lines = compare(
-        compose.expected(step.config, step.plan),
+        expected(step.config, step.plan),
         asked(traced.jaxpr),
         audit(compiled, mesh=step.plan.mesh.all_axes),
     )

@@ -1,0 +1,1 @@
+"""Predictions from shapes alone: nothing here traces, compiles or runs."""

@@ -20,7 +20,7 @@ from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.model.parallel import Parallel
 from jaxpar.model.transformer import Params, check_is_dense
 from jaxpar.strategies.plan import Plan
-from jaxpar.strategies.strategy import Expected, Layout, Placed, Strategy
+from jaxpar.strategies.strategy import Layout, Placed, Strategy
 
 
 def all_strategies() -> dict[str, Strategy]:
@@ -113,12 +113,6 @@ def parallel(config: ModelConfig, plan: Plan) -> Parallel:
         # a strategy's own choice of what to keep.
         hooks["checkpoint"] = lambda layer: jax.checkpoint(layer, prevent_cse=False)
     return Parallel(**hooks)
-
-
-def expected(config: ModelConfig, plan: Plan) -> list[Expected]:
-    """The closed form of one training step: what each active strategy says, one after the other."""
-    placed = layout(config, plan)
-    return [row for s in active_strategies(plan) for row in s.expected(config, plan, placed)]
 
 
 def tree(placed: Layout, pick: Callable[[Placed], Any]) -> Params:
