@@ -49,7 +49,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One row of `jaxpar tour`: a mesh as `MeshSpec.parse` reads it, and more fields of the plan."""
+    """One row of `jaxpar tour`: a mesh as `MeshSpec.parse` reads it, and other fields of a plan."""
 
     name: str
     mesh: str
