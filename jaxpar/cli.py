@@ -66,7 +66,7 @@ def tour(
     console.print(tour_table(result))
     console.print(tour_verdict(result))
     _write(html, tour_page(result))
-    console.print(literal(f"Written: {html}"))
+    console.print(literal(f"Written: {html}"), soft_wrap=True)
     _write_json(json_path, result.to_json())
     if not result.agrees:
         raise typer.Exit(FAILED)
@@ -136,7 +136,8 @@ def audit(
     console = _console()
     console.print(audit_table(result))
     for finding in result.findings:
-        console.print(literal(f"{finding.severity}: {finding.message} {finding.remedy}"))
+        message = finding.message.removesuffix(".")
+        console.print(literal(f"{finding.severity}: {message}. {finding.remedy}"), soft_wrap=True)
     _write_json(json_path, result.to_json())
     if not result.program.complete:
         raise typer.Exit(INCOMPLETE)
@@ -145,11 +146,11 @@ def audit(
 def main() -> None:
     """Entry point of the `jaxpar` command: errors people can mend are told in one paragraph."""
     try:
-        app()
+        app(prog_name="jaxpar")
     except JaxparError as error:
         from jaxpar.report.text import literal
 
-        Console(stderr=True).print(literal(f"jaxpar: {error}", style="red"))
+        Console(stderr=True).print(literal(f"jaxpar: {error}", style="red"), soft_wrap=True)
         sys.exit(BAD_INPUT)
 
 

@@ -74,7 +74,7 @@ class TrainStep:
                     f"{field}={shown(value)} ({type(value).__name__}) must be a {kind.__name__}, "
                     f"such as {example}."
                 )
-        if self.clip_norm != math.inf:
+        if not isinstance(self.clip_norm, float) or self.clip_norm != math.inf:
             require_positive(PlanError, "clip_norm", self.clip_norm, 1.0, "; inf never clips")
         compose.check(self.config, self.plan)
         # Before anything else makes JAX choose how many CPU devices there are.

@@ -220,11 +220,13 @@ def _text_lines(text: str) -> Iterable[str]:
 
 
 def _file_lines(path: Path) -> Iterator[str]:
-    if path.is_dir():
-        raise AuditError(f"{path} is a folder. Give one text file of it, *after_optimizations.txt.")
     if path.suffix == ".pb":
         raise AuditError(f"{path} is a protocol buffer. Give the .txt that XLA writes beside it.")
     try:
+        if path.is_dir():
+            raise AuditError(
+                f"{path} is a folder. Give one text file of it, *after_optimizations.txt."
+            )
         with path.open("rb") as raw:
             zipped = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)

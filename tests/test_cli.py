@@ -1,0 +1,326 @@
+"""The command line: exit codes, one-paragraph errors, and text of others shown as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import html
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxpar import cli
+from jaxpar.audit.compare import Amount, Line
+from jaxpar.errors import JaxparError
+from jaxpar.report.html import tour_page
+from jaxpar.report.text import card_table, literal, tour_table, tour_verdict
+from jaxpar.strategies import compose
+from jaxpar.tour import Row, Tour
+from tests.helpers import plan
+
+HLO = Path(__file__).parent / "audit" / "hlo"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """jaxpar with these arguments: exit code, what went to stdout, what went to stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["jaxpar", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return caught.value.code, out, err
+
+    return run
+
+
+def paragraph(result):
+    """The message of a refusal, after checking that it is nothing else."""
+    code, out, err = result
+    assert (code, out) == (2, "")
+    (line,) = err.strip().splitlines()
+    assert line.startswith("jaxpar: ")
+    return line
+
+
+def text_of(name):
+    with gzip.open(HLO / f"{name}.txt.gz", "rt") as file:
+        return file.read()
+
+
+def rendered(*things):
+    console = Console(width=400, record=True, file=io.StringIO())
+    for thing in things:
+        console.print(thing)
+    return console.export_text()
+
+
+# --- commands ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["tour"], ["explain"], ["audit"]])
+def test_help(run, arguments):
+    code, out, err = run(*arguments, "--help")
+    assert (code, err) == (0, "")
+    assert f"Usage: jaxpar {' '.join(arguments)}".strip() in out
+    if not arguments:
+        assert all(command in out for command in ("tour", "explain", "audit"))
+
+
+def test_explain(run):
+    code, out, err = run("explain", "tensor", "--json", "out.json")
+    assert (code, err) == (0, "")
+    # Llama 3 8B: 2·32 layers + 1, of 32 sequences × 4096 tokens × 4096 × 2 bytes each.
+    lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    assert ["all-reduce", "tensor", "forward", "65", "1 GiB", "65 GiB", "bf16",
+            "leave attention and MLP of each layer, and embedding"] in lines  # fmt: skip
+    data = json.loads(Path("out.json").read_text())
+    assert data["card"]["name"] == "tensor"
+    assert data["expected"][0] == {
+        "kind": "all-reduce", "axes": ["tensor"], "phase": "forward",
+        "count": 65, "payload_bytes": 32 * 4096 * 4096 * 2, "dtype": "bf16",
+        "why": "leave attention and MLP of each layer, and embedding",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", compose.all_strategies())
+@pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,tensor=4"])
+def test_explain_knows_every_strategy(run, name, mesh):
+    code, out, err = run("explain", name, "--model", "tiny", "--mesh", mesh, "--seq-len", 64)
+    if name == "sequence" and mesh == "data=1":
+        assert "sequence=True splits" in paragraph((code, out, err))
+        return
+    assert (code, err) == (0, "")
+    assert compose.strategy(name).card.source in out
+    nothing = f"This mesh gives {name} nothing to do. Its axis: {compose.strategy(name).card.axis}."
+    assert (nothing in out) == (mesh == "data=1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "tensr"], "no strategy 'tensr'. Did you mean 'tensor'?"),
+        (["explain", "[red]x[/red]"], "no strategy '[red]x[/red]'. Known: "),
+        (["explain", "data", "--model", "llama-3-8"], "Did you mean 'llama-3-8b'?"),
+        (["explain", "data", "--model", "mixtral-8x7b"], "mixtral-8x7b has num_experts=8"),
+        (["explain", "data", "--mesh", "nosuch"], "no mesh file 'nosuch'"),
+        (["explain", "data", "--mesh", "tensr=2"], "no axis role 'tensr'. Did you mean 'tensor'?"),
+        (["explain", "tensor", "--mesh", "tensor=3"], "num_heads=32 cannot be split over tensor=3"),
+        (["explain", "data", "--mesh", "pipe=2"], "no strategy trains on axis 'pipe'"),
+        (["explain", "data", "--batch-size", "63"], "Nearest batch_size: 62 or 64."),
+        (["explain", "data", "--seq-len", "8193"], "Nearest seq_len: 8192."),
+        (["explain", "data", "--seq-len", "0"], "seq_len=0 (int) must be a whole number from 1"),
+        (["explain", "data", "--json", "nosuch/x.json"], "Cannot write nosuch/x.json: no such"),
+        (["explain", "data", "--json", "."], "Cannot write .: no such folder, or a folder itself."),
+        (["explain", "data", "--json", "x" * 300], "xxx: File name too long."),
+        (["tour", "--only", "nosuch"], "no row 'nosuch'. Known: data, data+tensor, "),
+        (["tour", "--only", "fsd"], "no row 'fsd'. Did you mean 'fsdp'?"),
+        (["tour", "--html", "nosuch/x.html"], "Cannot write nosuch/x.html: no such folder"),
+        (["tour", "--json", "."], "Cannot write .: no such folder, or a folder itself."),
+        (["tour", "--text", "nosuch.txt"], "Text file 'nosuch.txt' does not exist"),
+        (["audit", "nosuch.txt"], "nosuch.txt cannot be read: No such file or directory."),
+        (["audit", "."], ". is a folder."),
+        (["audit", "x" * 300], "xxx cannot be read: File name too long."),
+        (["audit", "[bold]x[/bold]:smile:"], "[bold]x[/bold]:smile: cannot be read"),
+        (["audit", "\x1b[31mred\u202e"], r"jaxpar: \x1b[31mred\u202e cannot be read"),
+        (["audit", HLO / "tp.cpu.txt.gz", "--mesh", "data=2"], "2 devices and the program was com"),
+        (["audit", HLO / "tp.cpu.txt.gz", "--json", "nosuch/x"], "Cannot write nosuch/x: no such"),
+    ],
+)  # fmt: skip
+def test_refusals_are_one_paragraph(run, arguments, message):
+    assert message in paragraph(run(*arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nosuch"], ["tour", "--steps", "0"], ["explain"], ["audit"], ["explain", "a", "b"]],
+)
+def test_wrong_usage(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert "Usage: jaxpar" in err
+    assert "Traceback" not in err
+
+
+def test_outputs_are_checked_before_the_work(run, monkeypatch):
+    def work(*_, **__):
+        raise AssertionError("worked first")
+
+    monkeypatch.setattr("jaxpar.tour.take_tour", work)
+    monkeypatch.setattr("jaxpar.strategies.compose.strategy", work)
+    monkeypatch.setattr(sys.modules["jaxpar.audit"], "audit", work)
+    for command in (["tour"], ["tour", "--html", "x.html"], ["explain", "data"], ["audit", "x"]):
+        assert "Cannot write nosuch/x.json" in paragraph(run(*command, "--json", "nosuch/x.json"))
+    assert "Cannot write nosuch/x.html" in paragraph(run("tour", "--html", "nosuch/x.html"))
+    assert not list(Path().iterdir())
+
+
+def test_a_disk_that_fills_up_is_told(monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(JaxparError, match=r"Cannot write x: No space left on device\."):
+        cli._write(Path("x"), "")
+
+
+def test_a_folder_without_permission_is_told(monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(JaxparError, match=r"Cannot write x: permission denied\."):
+        cli._check_writable(Path("x"))
+
+
+def test_json_is_strict():
+    with pytest.raises(ValueError, match="JSON"):
+        cli._write_json(Path("x.json"), {"error": float("inf")})
+
+
+# --- audit -------------------------------------------------------------------------------------
+
+
+def test_audit(run):
+    code, out, err = run(
+        "audit", HLO / "tp.cpu.txt.gz", "--mesh", "data=2,tensor=4", "--json", "out.json"
+    )
+    assert (code, err) == (0, "")
+    lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    assert ["all-reduce", "tensor", "forward", "4", "16 MiB", "24 MiB", "bf16 as f32", "attn",
+            "spike/strategies.py:106"] in lines  # fmt: skip
+    data = json.loads(Path("out.json").read_text())
+    assert data["schema"] == "jaxpar.audit/1"
+    assert list(data) == [
+        "schema", "program", "mesh", "collectives", "totals", "memory", "findings",
+    ]  # fmt: skip
+    assert data["program"] == {
+        "name": "jit_step", "platform": "cpu", "num_devices": 8,
+        "scheduled": True, "complete": True,
+    }  # fmt: skip
+    assert data["mesh"] == {"data": 2, "tensor": 4}
+    assert set(data["collectives"][0]) >= {
+        "kind", "axes", "axes_note", "group_size", "num_groups", "dtype", "program_dtype", "count",
+        "count_min", "count_max", "payload_bytes", "wire_bytes", "phase", "scope", "source",
+        "async", "exposed_fraction",
+    }  # fmt: skip
+    want = json.loads((HLO / "expected.json").read_text())["tp.cpu"]["all-reduce"]
+    assert sum(total["count"] for total in data["totals"]) == want["count"]
+    assert sum(total["payload_bytes"] for total in data["totals"]) == want["payload_bytes"]
+
+
+def test_audit_of_a_text_that_was_cut(run):
+    text = text_of("tp.cpu")
+    Path("cut.txt").write_text(text[: len(text) // 2])
+    code, out, err = run("audit", "cut.txt", "--json", "out.json")
+    assert (code, err) == (3, "")
+    assert "error: " in out
+    assert " Print the text again with compiled.as_text(), and pass all of it." in out
+    assert json.loads(Path("out.json").read_text())["program"]["complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ((HLO / "tp.cpu.txt.gz").read_bytes()[:3000], "is a damaged .gz file"),
+        (b"hello\n", "holds no HLO computation"),
+        (b"", "holds no HLO computation"),
+        (b"HloModule\0", "is binary"),
+    ],
+)
+def test_audit_of_what_is_no_program(run, content, message):
+    Path("file").write_bytes(content)
+    assert message in paragraph(run("audit", "file"))
+
+
+def test_audit_shows_names_as_they_are(run):
+    evil = "[red]x[/red]:smile:\x1b[31m\x07<b>"
+    text = text_of("tp.cpu").replace("/attn/", f"/{evil}/")
+    text = re.sub("HloModule [^,]*", "HloModule [bold]m[/bold]", text, count=1)
+    Path("[red]f.txt").write_text(text)
+    code, out, _ = run("audit", "[red]f.txt", "--json", "out.json")
+    assert code == 0
+    assert r"[red]x[/red]:smile:\x1b[31m\x07<b>" in out
+    assert "[bold]m[/bold], cpu, 8 devices" in out
+    assert "\x1b" not in out
+    scopes = {found["scope"] for found in json.loads(Path("out.json").read_text())["collectives"]}
+    assert evil in scopes
+
+
+# --- the tour's reports ------------------------------------------------------------------------
+
+EVIL = "<script>alert(1)</script>[red]x[/red]:smile:\x1b[31m{{ 7 * 7 }}"
+SHOWN = EVIL.replace("\x1b", r"\x1b")
+
+
+def small_tour(**changes):
+    amount = Amount(count=2, payload_bytes=4096, dtype="f32")
+    line = Line(kind="all-reduce", axes=("data",), phase="backward", predicted=amount, asked=amount,
+                compiled=amount, wire_bytes=4096, agrees=True, note="merged")  # fmt: skip
+    row = Row(strategy="data", plan=plan("data=2"), lines=[line], loss_error=0.0,
+              gradient_norm_error=0.0, parameter_error=1e-6)  # fmt: skip
+    tour = Tour(seconds=1.0, model="tiny", corpus="text", num_steps=5, rows=[row])
+    line = dataclasses.replace(line, **changes.pop("line", {}))
+    row = dataclasses.replace(row, lines=[line], **changes.pop("row", {}))
+    return dataclasses.replace(tour, rows=[row], **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": EVIL},
+        {"corpus": EVIL},
+        {"row": {"strategy": EVIL}},
+        {"row": {"strategy": EVIL, "loss_error": 1.0}},
+        {"line": {"kind": EVIL}},
+        {"line": {"axes": (EVIL, "data")}},
+        {"line": {"phase": EVIL}},
+        {"line": {"note": EVIL}},
+        {"line": {"note": EVIL, "agrees": False}},
+    ],
+    ids=str,
+)
+def test_names_of_others_come_out_as_they_are(changes):
+    tour = small_tour(**changes)
+    text = rendered(tour_table(tour), tour_verdict(tour))
+    assert SHOWN in text
+    assert "\x1b" not in text
+    page = tour_page(tour).replace("\x1b", r"\x1b")
+    assert html.escape(SHOWN, quote=False) in page
+    assert "<script" not in page
+
+
+def test_cards_come_out_as_they_are():
+    card = compose.strategy("data").card
+    for field in dataclasses.fields(card):
+        assert SHOWN in rendered(card_table(dataclasses.replace(card, **{field.name: EVIL})))
+
+
+def test_the_page_is_one_file_without_scripts_or_requests():
+    page = tour_page(small_tour())
+    assert not re.search(r"<script|<link|<img|<iframe|https?://|url\(|@import|\bon\w+=", page)
+    assert page.count("<tbody>") == 1
+    for strategy in compose.all_strategies().values():
+        assert f"<h3>{strategy.card.name}</h3>" in page
+        assert html.escape(strategy.card.costs, quote=False) in page
+
+
+def test_disagreement_is_told():
+    for changes in ({"line": {"agrees": False}}, {"row": {"parameter_error": 1.0}}):
+        tour = small_tour(**changes)
+        assert not tour.agrees
+        assert str(tour_verdict(tour)) == "Disagreement in data."
+        assert "✗" in rendered(tour_table(tour))
+        assert '<p class="verdict bad">' in tour_page(tour)
+    good = small_tour()
+    assert "✗" not in rendered(tour_table(good)) + tour_page(good)
+
+
+def test_literal_keeps_what_can_be_read():
+    assert str(literal("B·S·D × 2 ≥ 1 – “ü” 漢字\nnext")) == "B·S·D × 2 ≥ 1 – “ü” 漢字\nnext"
+    assert str(literal("\x1b\r\x7f\u200b\udcff")) == r"\x1b\r\x7f\u200b\udcff"
