@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -79,17 +80,21 @@ def explain(
     mesh: Mesh = "data=2,tensor=4",
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 64,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    accumulation_steps: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    sequence: Annotated[
+        bool, typer.Option("--sequence", help="Sequence parallelism over axis tensor.")
+    ] = False,
+    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    reduce_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    remat: Annotated[str, typer.Option(help="none or full.")] = "none",
     json_path: Json = None,
 ) -> None:
-    """A strategy's card, and its closed form for a model on a mesh. Nothing is run.
-
-    Activations and weights travel in bfloat16, gradients in float32.
-    """
+    """A strategy's card, and its closed form for a model on a mesh. Nothing is run."""
     from dataclasses import asdict
 
     from jaxpar.mesh import MeshSpec
     from jaxpar.model.config import preset
-    from jaxpar.predict.volume import wire_bytes_by_axes
+    from jaxpar.predict.volume import expected, wire_bytes_by_axes
     from jaxpar.report.text import card_table, expected_table, size
     from jaxpar.strategies import compose
     from jaxpar.strategies.plan import Plan
@@ -100,21 +105,32 @@ def explain(
         mesh=MeshSpec.load(mesh),
         batch_size=batch_size,
         seq_len=seq_len,
-        sequence=name == "sequence",
+        num_accumulation_steps=accumulation_steps,
+        sequence=sequence or name == "sequence",
+        compute_dtype=compute_dtype,  # type: ignore[arg-type]  # the plan checks it
+        reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
+        remat=remat,  # type: ignore[arg-type]
     )
     config = preset(model)
-    compose.check(config, plan)
+    whole_step = expected(config, plan)
     active = strategy.is_active(plan)
     rows = strategy.expected(config, plan, compose.layout(config, plan)) if active else []
     console = _console()
     console.print(card_table(strategy.card))
     console.print(expected_table(rows, f"{config.name} on {plan.mesh}, per step and device"))
-    for axes, num_bytes in wire_bytes_by_axes(rows, plan).items():
-        console.print(f"On the wire over {','.join(axes)}: {size(num_bytes)}", highlight=False)
     if not rows:
         console.print(f"This mesh gives {name} nothing to do. Its axis: {strategy.card.axis}.")
+    for whose, some in ((name, rows), ("the whole step", whole_step)):
+        wire = wire_bytes_by_axes(some, plan).items()
+        shown = "; ".join(f"{size(n)} over {','.join(axes)}" for axes, n in wire)
+        console.print(f"On the wire, {whose}: {shown or 'nothing'}.", highlight=False)
     _write_json(
-        json_path, {"card": asdict(strategy.card), "expected": [asdict(row) for row in rows]}
+        json_path,
+        {
+            "card": asdict(strategy.card),
+            "expected": [asdict(row) for row in rows],
+            "whole_step": [asdict(row) for row in whole_step],
+        },
     )
 
 
@@ -156,7 +172,19 @@ def main() -> None:
 
 def _console() -> Console:
     console = Console()
-    return console if console.is_terminal else Console(width=WIDTH_WHEN_PIPED)
+    if console.is_terminal:
+        return console
+    return Console(width=WIDTH_WHEN_PIPED, file=cast(TextIO, _WithoutTrailingSpace()))
+
+
+class _WithoutTrailingSpace:
+    """Standard output for what is piped: tables pad their lines, and files need not."""
+
+    def write(self, text: str) -> None:
+        sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def flush(self) -> None:
+        sys.stdout.flush()
 
 
 def _progress() -> Progress:

@@ -20,7 +20,7 @@ from jaxpar.audit import audit
 from jaxpar.audit.asked import asked
 from jaxpar.audit.compare import Line, agree, compare
 from jaxpar.errors import PlanError, did_you_mean
-from jaxpar.mesh import MeshSpec, use_cpu_devices
+from jaxpar.mesh import use_cpu_devices
 from jaxpar.model.config import ModelConfig, preset
 from jaxpar.model.transformer import Params
 from jaxpar.numerics import relative_error
@@ -133,7 +133,7 @@ def take_tour(
     started = time.perf_counter()
     config, corpus = config or preset("tiny"), corpus or Corpus.standard_library()
     variants = _chosen(only)
-    plans = [_plan(variant, batch_size, seq_len) for variant in variants]
+    plans = [v.plan(batch_size=batch_size, seq_len=seq_len) for v in variants]
     use_cpu_devices(max(plan.mesh.num_devices for plan in plans))
 
     batches = [
@@ -211,12 +211,3 @@ def _chosen(only: Sequence[str]) -> list[Variant]:
         if name not in every:
             raise PlanError(f"The tour has no row {name!r}. {did_you_mean(name, every)}")
     return [v for v in every.values() if not only or v.name in only]
-
-
-def _plan(variant: Variant, batch_size: int, seq_len: int) -> Plan:
-    return Plan(
-        mesh=MeshSpec.parse(variant.mesh),
-        batch_size=batch_size,
-        seq_len=seq_len,
-        **{"compute_dtype": "float32", **variant.plan},
-    )

@@ -158,14 +158,17 @@ class TrainStep:
     def jitted(self) -> Any:
         """The step as a jitted function of (state, batch), for tracing, compiling and auditing."""
         specs = self.specs, Batch(*3 * [self.batch_spec])
-        step = jax.shard_map(
-            self._local_step,
-            mesh=self.mesh,
-            in_specs=specs,
-            out_specs=(self.specs, PartitionSpec()),
-            check_vma=True,
-        )
-        return jax.jit(step, donate_argnums=0)
+
+        def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            return jax.shard_map(
+                self._local_step,
+                mesh=self.mesh,
+                in_specs=specs,
+                out_specs=(self.specs, PartitionSpec()),
+                check_vma=True,
+            )(state, batch)
+
+        return jax.jit(train_step, donate_argnums=0)
 
     @cached_property
     def abstract_inputs(self) -> tuple[TrainState, Batch]:

@@ -18,7 +18,7 @@ from jaxpar.cli import main
 from jaxpar.collectives import wire_bytes
 from jaxpar.report.text import row_cells
 from jaxpar.strategies import compose
-from jaxpar.tour import Row, Tour, _plan
+from jaxpar.tour import Row, Tour
 from tests.test_planted_faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
@@ -83,7 +83,7 @@ def test_program_prints_what_the_page_shows(program, shown, tmp_path):
 def _predicted(name: str) -> list[list[str]]:
     """The tour's cells of one strategy as its closed form has them; nothing is run."""
     variants = {v.name: v for s in compose.all_strategies().values() for v in s.variants}
-    plan = _plan(variants[name], batch_size=16, seq_len=64)
+    plan = variants[name].plan(batch_size=16, seq_len=64)
     totals: dict[tuple, list[int]] = {}
     for row in expected(preset("tiny"), plan):
         total = totals.setdefault((row.kind, row.axes, row.phase), [0, 0])
@@ -164,7 +164,7 @@ def test_json_keys_are_told():
         compiled=amount, wire_bytes=4, agrees=True, note="",
     )  # fmt: skip
     variant = compose.strategy("data").variants[0]
-    row = _row("data", _plan(variant, batch_size=16, seq_len=64), [line])
+    row = _row("data", variant.plan(batch_size=16, seq_len=64), [line])
     tour = Tour(seconds=1.0, model="tiny", corpus="text", num_steps=1, rows=[row]).to_json()
     assert f'"{tour["schema"]}"' in page
     assert tour.keys() - {"rows", "schema"} <= _keys_told(page, "seconds")

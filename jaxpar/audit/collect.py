@@ -51,6 +51,7 @@ _ENDS = ("-done", "-update")  # the operation was counted where it started
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _LOCAL = frozenset({"after-all"})
 _NEWER = "Update jaxpar, or report the text: this form of communication is not understood yet."
+_BETWEEN = "What is listed is complete without it: collectives within a slice, say."
 _DAMAGED = "Print the text again with compiled.as_text(), and pass all of it."
 _HOST_TARGETS = ("_xla_megascale", "_xla_send_recv_source_target_pairs")
 
@@ -307,14 +308,14 @@ class Collector:
             if "is_host_transfer=true" not in found.attributes_text or any(
                 target in found.attributes_text for target in _HOST_TARGETS
             ):
-                self._unhandled(f"{opcode} between devices", found)
+                self._unhandled(f"{opcode} between devices or slices", found, _BETWEEN)
         elif opcode.startswith(_RELATED) and opcode not in _LOCAL:
             self._unhandled(f"the operation {opcode}", found)
 
-    def _unhandled(self, what: str, found: Instruction | None = None) -> None:
+    def _unhandled(self, what: str, found: Instruction | None = None, remedy: str = _NEWER) -> None:
         name = f" ({found.name}, line {found.line})" if found is not None else ""
         message = f"not counted: {what}{name}"
-        self._error("unhandled-communication", message, found, _NEWER)
+        self._error("unhandled-communication", message, found, remedy)
 
     def _error(self, rule: str, message: str, found: Instruction | None, remedy: str) -> None:
         source = self.module.source_of(found) if found is not None else None

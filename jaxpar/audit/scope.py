@@ -14,7 +14,7 @@ import re
 PHASES = ("forward", "backward", "recompute", "update")
 """Also the scope names by which a program can say its phase itself."""
 
-MERGED = ":"
+MERGED = " + "
 """Between the scopes of operations that were merged into one."""
 
 _CONTROL = {"while", "body", "cond", "checkpoint", "remat", "remat2", "rematted_computation"}

@@ -130,7 +130,7 @@ STRATEGY = Strategy(
     refines="tensor",
     expected=expected,
     variants=(
-        Variant(name="tensor+sequence", mesh="tensor=8", plan={"sequence": True}),
-        Variant(name="data+tensor+sequence", mesh="data=2,tensor=4", plan={"sequence": True}),
+        Variant(name="tensor+sequence", mesh="tensor=8", fields={"sequence": True}),
+        Variant(name="data+tensor+sequence", mesh="data=2,tensor=4", fields={"sequence": True}),
     ),
 )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
+from jaxpar.mesh import MeshSpec
 from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.strategies.plan import Plan
 
@@ -53,7 +54,16 @@ class Variant:
 
     name: str
     mesh: str
-    plan: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self, *, batch_size: int, seq_len: int) -> Plan:
+        """The plan of this row, in float32 unless it says otherwise."""
+        return Plan(
+            mesh=MeshSpec.parse(self.mesh),
+            batch_size=batch_size,
+            seq_len=seq_len,
+            **{"compute_dtype": "float32", **self.fields},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ What is split    the batch, and with it every matrix, its gradient and its optim
                  percent of the bytes, and gathering them would cost more than it saves.
 Why              16 bytes per parameter (float32 weight, gradient, two moments) become 16/n.
 What it costs    each matrix is gathered where it is used and its gradient reduce-scattered there:
-                 3(n-1)/n of the model's bytes on the wire per micro-batch, half as much again as
-                 data parallelism, but hidden behind compute when layers are large enough.
+                 (2c+g)(n-1)/n bytes on the wire per parameter and micro-batch, c and g being the
+                 bytes of the compute and the reduce dtype. Data parallelism sends 2g(n-1)/n per
+                 step: as much with bf16 weights and float32 gradients, 2/3 of it in one dtype.
 
 W = bytes of one layer's matrix in the compute dtype, G = in the reduce dtype; per matrix:
 

@@ -51,12 +51,12 @@ def test_merged_operations():
         PREFIX + "transpose(jvp())/checkpoint/" + end
         for end in ("attn/norm/psum", "mlp/psum", "attn/norm/psum")
     ]
-    assert scope_of(name) == "attn/norm:mlp"
+    assert scope_of(name) == "attn/norm + mlp"
     mixed = PREFIX + "(jvp()/psum:transpose(jvp(norm))/psum)"
     assert [phase_of(part, True) for part in unmerged(mixed)] == ["forward", "backward"]
     assert phase_of(mixed, True) == "backward"
     assert unmerged("jit(f)/a/mul;jit(f)/b/add") == ["jit(f)/a/mul", "jit(f)/b/add"]
-    assert scope_of("jit(f)/a/mul;jit(f)/b/add") == "a:b"
+    assert scope_of("jit(f)/a/mul;jit(f)/b/add") == "a + b"
 
 
 @pytest.mark.parametrize(
