@@ -31,6 +31,7 @@ def run(monkeypatch, capsys):
     """jaxpar with these arguments: exit code, what went to stdout, what went to stderr."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["jaxpar", *map(str, arguments)])
