@@ -17,11 +17,12 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import Array, lax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.collectives import vary
 from jaxpar.compat import varying_axes
-from jaxpar.errors import PlanError, require_positive, shown
+from jaxpar.errors import PlanError, require_positive, require_whole, shown
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel
 from jaxpar.model.transformer import Params, abstract_model, init_params
@@ -54,8 +55,9 @@ class TrainStep:
     Raises PlanError (or ConfigError) when made, for anything the model or the mesh does not allow;
     tracing does not fail afterwards.
 
-    optimizer: any optax transformation that works leaf by leaf (Adam, SGD, Lion ...); ones that
-        look at a whole leaf or tree would see local shards. clip_norm is the global clipping.
+    optimizer: any optax transformation, and where parameters are split one that works element by
+        element (Adam, SGD, Lion ...), since it sees one device's shards.
+    clip_norm: largest global norm of the gradients; infinity never clips.
     """
 
     config: ModelConfig
@@ -80,6 +82,8 @@ class TrainStep:
         # Before anything else makes JAX choose how many CPU devices there are.
         assert self.mesh.size == self.plan.mesh.num_devices
         abstract_model(self.config)
+        if any(placed.split_axes for placed in self.layout):
+            check_elementwise(self.optimizer)
 
     # --- where things live -------------------------------------------------------------------
 
@@ -114,21 +118,28 @@ class TrainStep:
 
     def init(self, seed: int = 0) -> TrainState:
         """A fresh state, born sharded. Its values depend on the seed alone, not on the mesh."""
+        require_whole(PlanError, "seed", seed, at_least=0)
         shardings = jax.tree.map(partial(NamedSharding, self.mesh), self.specs)
         return run_once(partial(self._init, seed), shardings)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step on a global batch (tokens, labels, mask: [batch_size, seq_len] each).
 
-        The state is donated: keep the returned one. Raises PlanError for a batch of another shape.
+        The state is donated: keep the returned one. Raises PlanError for a state that an earlier
+        step has used up, and for what `place` refuses.
         """
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, Array)):
+            raise PlanError(
+                "This state was given to an earlier step, which reuses its memory. "
+                "Go on with the one that step returned: state, metrics = step(state, batch)."
+            )
         return self.jitted(state, self.place(batch))
 
     def place(self, batch: Batch) -> Batch:
         """A global batch spread over the mesh.
 
-        Raises PlanError for another shape or dtype, and for NumPy tokens outside the vocabulary
-        (what is on a device already is not read back).
+        Raises PlanError for another shape or dtype, and for NumPy arrays with tokens outside the
+        vocabulary or without any valid token (what is on a device already is not read back).
         """
         if not isinstance(batch, Batch):
             raise PlanError(
@@ -152,6 +163,11 @@ class TrainStep:
                         f"{name} holds {low} to {high}, and {self.config.name} has vocab="
                         f"{self.config.vocab}: tokens go from 0 to {self.config.vocab - 1}."
                     )
+        if isinstance(batch.mask_BS, np.ndarray) and not batch.mask_BS.any():
+            raise PlanError(
+                "mask_BS is 0 everywhere, so there is no token to divide the loss by. "
+                "Leave this batch out."
+            )
         return jax.device_put(batch, NamedSharding(self.mesh, self.batch_spec))
 
     @cached_property
@@ -256,6 +272,42 @@ def accumulate(
     no_loss = vary(jnp.float32(0), tuple(varying_axes(batch.tokens_BS)))
     total, _ = lax.scan(add, (no_loss, jax.tree.map(zeros, params)), micro_batches)
     return total
+
+
+def check_elementwise(optimizer: optax.GradientTransformation) -> None:
+    """Raise PlanError for an optimizer that looks beyond single elements.
+
+    Clipping by a norm, LAMB's trust ratio or Adafactor's means would be those of one device's
+    shards: different on every device, and wrong on all of them. Noise would repeat.
+    """
+    matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)  # large enough for Adafactor to factor
+    params = {"a": matrix, "b": matrix}
+
+    def update(params: Params, gradients: Params) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.update(gradients, optimizer.init(params), params)
+
+    mixing = sorted(_mixing_primitives(jax.make_jaxpr(update)(params, params).jaxpr))
+    if mixing:
+        raise PlanError(
+            f"The optimizer looks beyond single elements ({', '.join(mixing)}), and under this "
+            f"plan it would see one device's shards only. Use one that works element by element, "
+            f"such as optax.adamw(1e-3); for clipping, give clip_norm."
+        )
+
+
+def _mixing_primitives(jaxpr: Any) -> set[str]:
+    mixes = ("reduce_", "dot_general", "cum", "sort", "arg", "conv_general", "random_bits")
+    found = {
+        eqn.primitive.name
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name.startswith(mixes)
+        and any(v.aval.size > 1 for v in (*eqn.invars, *eqn.outvars))
+    } - {"reduce_precision"}
+    for eqn in jaxpr.eqns:
+        for body in jaxprs_in_params(eqn.params):
+            found |= _mixing_primitives(getattr(body, "jaxpr", body))
+    return found
 
 
 def apply_gradients(
