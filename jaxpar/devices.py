@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 import jax
 
@@ -43,8 +44,8 @@ def _cpu_devices_asked_for() -> int:
     in_flags = re.search(
         r"--xla_force_host_platform_device_count=([0-9]{1,6})\b", os.environ.get("XLA_FLAGS", "")
     )
-    in_config: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # made at run time
-    return max(in_config, int(in_flags[1]) if in_flags else 1)
+    config: Any = jax.config  # its options are attributes made at run time
+    return max(config.jax_num_cpu_devices, int(in_flags[1]) if in_flags else 1)
 
 
 def devices_of(platform: str) -> list[jax.Device]:

@@ -26,13 +26,13 @@ SEQUENCE_LEAVE, ACCUMULATE = sequence.leave, jaxpar.train.accumulate
 
 
 def reducing(reduce):
-    """A `reduce_gradients` that treats each leaf like `reduce(gradient, axes)`."""
+    """`reduce_gradients` replaced by one that treats each leaf like `reduce(gradient, axes)`."""
 
     def reduce_gradients(gradients, reduced_axes, dtype):
         with jax.named_scope("backward"):
             return jax.tree.map(lambda g, a: reduce(g, a) if a else g, gradients, reduced_axes)
 
-    return reduce_gradients
+    return [(jaxpar.train, "reduce_gradients", reduce_gradients)]
 
 
 def summed(gradient, axes):
@@ -83,24 +83,25 @@ FAULTS = {
         "tensor=2", {"sequence": True}, {"audit"}, [(sequence, "leave", gather_and_cut_again)]),
     "a gradient reduced twice": (
         "data=4", {}, {"audit", "numbers"},
-        [(jaxpar.train, "reduce_gradients", reducing(lambda g, a: summed(vary(summed(g, a), a), a)))]),
+        reducing(lambda g, a: summed(vary(summed(g, a), a), a))),
     "a mean instead of a sum": (
         "data=4", {}, {"numbers"},
-        [(jaxpar.train, "reduce_gradients", reducing(lambda g, a: summed(g, a) / lax.axis_size(a)))]),
+        reducing(lambda g, a: summed(g, a) / lax.axis_size(a))),
     "a maximum instead of a sum": (
         "data=4", {}, {"numbers"},
-        [(jaxpar.train, "reduce_gradients", reducing(lax.pmax))]),
+        reducing(lax.pmax)),
     "a missing reduction": (
         "data=4", {}, {"types"},
-        [(jaxpar.train, "reduce_gradients", reducing(lambda g, a: g))]),
+        reducing(lambda g, a: g)),
     "a reduction on one axis too many": (
         "data=2,tensor=2", {}, {"audit", "numbers"},
-        [(jaxpar.train, "reduce_gradients", reducing(reduce_over_tensor_too))]),
+        reducing(reduce_over_tensor_too)),
     "a reduction on the wrong axis": (
         "data=2,tensor=2", {}, {"types"},
-        [(jaxpar.train, "reduce_gradients", reducing(lambda g, a: summed(vary(g, "tensor"), "tensor")))]),
+        reducing(lambda g, a: summed(vary(g, "tensor"), "tensor"))),
     "an all-reduce where a reduce-scatter belongs, activations": (
-        "tensor=4", {"sequence": True}, {"audit"}, [(sequence, "reduce_scatter", all_reduce_then_slice)]),
+        "tensor=4", {"sequence": True}, {"audit"},
+        [(sequence, "reduce_scatter", all_reduce_then_slice)]),
     "an all-reduce where a reduce-scatter belongs, gradients": (
         "fsdp=4", {}, {"audit"}, [(zero, "reduce_scatter", all_reduce_then_slice)]),
     "three operands reduced where one was meant": (
@@ -111,7 +112,8 @@ FAULTS = {
          (jaxpar.train, "reduce_gradients", lambda gradients, axes, dtype: gradients)]),
     "norm gradients reduced layer by layer": (
         "tensor=4", {"sequence": True}, {"audit"},
-        [(sequence, "STRATEGY", replace(sequence.STRATEGY, is_partial=tensor.STRATEGY.is_partial))]),
+        [(sequence, "STRATEGY",
+          replace(sequence.STRATEGY, is_partial=tensor.STRATEGY.is_partial))]),
     "another device's key/value head": (
         "tensor=4", {}, {"numbers"},
         [(tensor, "kv_weight", lambda w, num: vary(w[:, :1], "tensor"))]),

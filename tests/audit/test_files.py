@@ -88,7 +88,7 @@ def test_scopes_and_phases_of_fsdp():
     assert ("all-gather", "forward", "fsdp_gather") in seen
     assert ("all-gather", "recompute", "fsdp_gather") in seen
     assert ("reduce-scatter", "backward", "fsdp_gather") in seen
-    assert ("all-reduce", "backward", "attn/rmsnorm:mlp/rmsnorm") in seen
+    assert ("all-reduce", "backward", "attn/rmsnorm + mlp/rmsnorm") in seen
     assert {found.source for found in result.collectives} >= {"spike/strategies.py:83"}
 
 
