@@ -138,7 +138,7 @@ def explain(
 def audit(
     path: Annotated[Path, typer.Argument(help="Compiled HLO text: .txt, .hlo, or either .gz.")],
     mesh: Annotated[
-        str | None, typer.Option(help="Your axes: a mesh file, or axes like data=2,tensor=4.")
+        str | None, typer.Option(help="Your axes, any names: dp=2,tp=4; or a mesh file.")
     ] = None,
     json_path: Json = None,
 ) -> None:
@@ -148,7 +148,7 @@ def audit(
     from jaxpar.report.text import audit_table, literal
 
     _check_writable(json_path)
-    result = read(path, mesh=MeshSpec.load(mesh).named_axes if mesh else None)
+    result = read(path, mesh=MeshSpec.load(mesh) if mesh and "=" not in mesh else mesh)
     console = _console()
     console.print(audit_table(result))
     for finding in result.findings:

@@ -116,6 +116,11 @@ class MeshSpec:
 
         Raises `MeshError` for a file that is missing, too large, not TOML, or says what cannot be.
         """
+        if not isinstance(path_or_name, str | os.PathLike):
+            raise MeshError(
+                f"{shown(path_or_name)} ({type(path_or_name).__name__}) is no mesh file; for axes "
+                f"in Python write MeshSpec(axes={{'data': 2, 'tensor': 4}})."
+            )
         given = os.fspath(path_or_name)
         try:
             path = _find(given)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from flax import nnx
 
-from jaxpar import asked, expected
+from jaxpar import asked, audit, compare, expected
 from jaxpar.collectives import wire_bytes
 from jaxpar.model.config import PRESETS, preset
 from jaxpar.model.transformer import abstract_model
@@ -50,6 +50,31 @@ def test_predicted_is_what_the_program_asks_for(mesh, config):
         assert executions(expected(config, explicit.plan)) == executions(asked_of(explicit)), (
             options
         )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "notes"),
+    [
+        ("fsdp=4", {"num_accumulation_steps": 2}, {"hoisted", "merged"}),
+        ("fsdp=2,tensor=2", {"num_accumulation_steps": 4, "compute_dtype": "bfloat16"},
+         {"hoisted", "merged", "bf16 goes as f32"}),
+        ("data=2,fsdp=2", {"remat": "full", "reduce_dtype": "bfloat16"},
+         {"merged", "bf16 goes as f32"}),
+        ("data=2,tensor=2", {"sequence": True, "num_accumulation_steps": 2, "remat": "full"},
+         {"merged"}),
+    ],
+)  # fmt: skip
+def test_compiled_agrees_under_every_option(mesh, options, notes):
+    explicit = step(mesh, **options)
+    program = explicit.jitted.trace(*explicit.abstract_inputs)
+    lines = compare(
+        expected(SMALL, explicit.plan),
+        asked(program.jaxpr),
+        audit(program.lower().compile(), mesh=explicit.plan.mesh.axes),
+    )
+    assert all(line.agrees for line in lines), [line for line in lines if not line.agrees]
+    said = "; ".join(line.note for line in lines)
+    assert {note for note in ("hoisted", "merged", "bf16 goes as f32") if note in said} == notes
 
 
 def test_tensor_parallel_is_megatrons_count_and_not_one_operand_more():

@@ -199,6 +199,30 @@ def test_a_wider_wire_is_accepted_only_when_every_element_is_accounted_for():
         assert not agree(compare(want, asks, replace(result, collectives=(odd,)))), size
 
 
+def test_gathers_that_a_backend_moves_out_of_a_loop_are_named():
+    def f(x):
+        def body(total, _):
+            return total + lax.all_gather(x, "data", tiled=True).sum(), None
+
+        return lax.scan(body, vary(jnp.float32(0), ("data", "tensor")), length=5)[0][None]
+
+    program = traced(f, (64,))
+    asks, result = asked(program.jaxpr), audit(program.lower().compile(), mesh=MESH.axes)
+    want = [predicted(kind="all-gather", count=5, payload_bytes=64)]
+    (line,) = compare(want, asks, result)
+    assert (line.asked.count, line.compiled.count) == (5, 1)
+    assert line.agrees and line.note == "hoisted"
+
+    (found,) = result.collectives
+    for count in (0, 2, 4, 6):  # neither in the loop nor before it
+        odd = replace(result, collectives=(replace(found, count=count),))
+        assert not agree(compare(want, asks, odd)), count
+    for kind in ("all-reduce", "reduce-scatter"):
+        asks_kind = [replace(asks[0], kind=kind)]
+        odd = replace(result, collectives=(replace(found, kind=kind),))
+        assert not agree(compare([replace(want[0], kind=kind)], asks_kind, odd)), kind
+
+
 def test_a_phase_that_xla_forgot_is_shown_where_its_bytes_are(program):
     asks, result = program
     (found,) = result.collectives

@@ -42,17 +42,22 @@ _FREE = {"axis_index", "pvary", "pcast"}
 class Asked:
     """One collective of the program; payload_bytes is per execution (see jaxpar.collectives).
 
-    count: executions per step and device, None when it depends on data.
+    loops: lengths of the scans around it, outermost first; None when how often depends on data.
     dtype: by its HLO name.
     """
 
     kind: str
     axes: tuple[str, ...]
-    count: int | None
+    loops: tuple[int, ...] | None
     payload_bytes: int
     dtype: str
     phase: str
     scope: str
+
+    @property
+    def count(self) -> int | None:
+        """Executions per step and device, None when it depends on data."""
+        return None if self.loops is None else math.prod(self.loops)
 
 
 def asked(jaxpr: Any) -> list[Asked]:
@@ -62,7 +67,13 @@ def asked(jaxpr: Any) -> list[Asked]:
     axes of one device are left out: they move nothing. Raises AuditError for a collective that is
     not known here, rather than leaving it out.
     """
-    found = [(row, path) for row, path in _walk(getattr(jaxpr, "jaxpr", jaxpr), 1, {}, "")]
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if not hasattr(jaxpr, "eqns"):
+        raise AuditError(
+            f"A {type(jaxpr).__name__} has no jaxpr. Give jitted.trace(*arguments).jaxpr, or "
+            "jax.make_jaxpr(f)(*arguments)."
+        )
+    found = list(_walk(jaxpr, (), {}, ""))
     differentiated = any("transpose(" in path for _, path in found)
     return [
         replace(row, phase=phase_of(path, differentiated), scope=scope_of(path))
@@ -71,23 +82,23 @@ def asked(jaxpr: Any) -> list[Asked]:
 
 
 def _walk(
-    jaxpr: Jaxpr, times: int | None, sizes: Mapping[str, int], path: str
+    jaxpr: Jaxpr, loops: tuple[int, ...] | None, sizes: Mapping[str, int], path: str
 ) -> Iterator[tuple[Asked, str]]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         here = f"{path}/{eqn.source_info.name_stack}"
-        if row := _collective(eqn, times, sizes):
+        if row := _collective(eqn, loops, sizes):
             yield row, f"{here}/{name}"
             continue
-        inner_times, inner_sizes = times, sizes
+        inner_loops, inner_sizes = loops, sizes
         if name == "shard_map":
             inner_sizes = dict(eqn.params["mesh"].shape)
-        elif name == "scan" and times is not None:
-            inner_times = times * eqn.params["length"]
+        elif name == "scan" and loops is not None:
+            inner_loops = (*loops, eqn.params["length"])
         elif name == "while":
-            inner_times = None
+            inner_loops = None
         bodies = [
-            list(_walk(getattr(body, "jaxpr", body), inner_times, inner_sizes, here))
+            list(_walk(getattr(body, "jaxpr", body), inner_loops, inner_sizes, here))
             for body in jaxprs_in_params(eqn.params)
         ]
         if name == "cond":
@@ -105,10 +116,10 @@ def _branches(bodies: list[list[tuple[Asked, str]]]) -> Iterator[tuple[Asked, st
         return
     for body in bodies:
         for row, path in body:
-            yield replace(row, count=None), path
+            yield replace(row, loops=None), path
 
 
-def _collective(eqn: Any, times: int | None, sizes: Mapping[str, int]) -> Asked | None:
+def _collective(eqn: Any, loops: tuple[int, ...] | None, sizes: Mapping[str, int]) -> Asked | None:
     name, params = eqn.primitive.name, eqn.params
     given = params.get("axis_name", params.get("axes", ()))
     given = (given,) if isinstance(given, str) else given
@@ -136,7 +147,7 @@ def _collective(eqn: Any, times: int | None, sizes: Mapping[str, int]) -> Asked 
     return Asked(
         kind=kind,
         axes=axes,
-        count=times,
+        loops=loops,
         payload_bytes=sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals),
         dtype="+".join(sorted({hlo_dtype(aval.dtype) for aval in avals})),
         phase="unknown",

@@ -6,6 +6,7 @@ is recognised here, checked to the byte, and named:
 
 * merged: several buffers go over the wire in one operation; the buffers are the same.
 * widened: the backend reduces or gathers in a wider dtype; the elements are the same.
+* hoisted: a gather of what a loop does not change runs once before the loop.
 
 Anything else is a disagreement, with the numbers.
 """
@@ -15,11 +16,11 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jaxpar.audit.asked import Asked
-from jaxpar.audit.result import Audit, Collective
+from jaxpar.audit.result import Audit, Buffer, Collective
 from jaxpar.audit.shape import DTYPE_BITS
 from jaxpar.collectives import wire_bytes
 
@@ -129,7 +130,7 @@ def _group_lines(
     compiled: Sequence[Collective],
     audit: Audit,
 ) -> list[Line]:
-    difference = _compiled_difference(asked, compiled, audit)
+    difference, is_hoisted = _compiled_difference(asked, compiled)
     by_phase = _by_phase(compiled)
     phases = dict.fromkeys([*(row.phase for row in (*predicted, *asked)), *by_phase])
     lines = []
@@ -148,7 +149,7 @@ def _group_lines(
                 compiled=amounts[2],
                 wire_bytes=_wire(group, amounts[0], audit),
                 agrees=not differences,
-                note="; ".join(differences or _rewrites(amounts[1], amounts[2], audit)),
+                note="; ".join(differences or _rewrites(*amounts[1:], is_hoisted, audit)),
             )
         )
     return lines
@@ -199,26 +200,31 @@ def _wire(group: Group, amount: Amount, audit: Audit) -> int | None:
 
 
 def _compiled_difference(
-    asked: Sequence[Asked], compiled: Sequence[Collective], audit: Audit
-) -> list[str]:
+    asked: Sequence[Asked], compiled: Sequence[Collective]
+) -> tuple[list[str], bool]:
     """What the compiled program moves that was not asked for, or the reverse; empty when equal.
 
-    Equal also when the same elements go over the wire in a wider dtype.
+    Equal also when the same elements go over the wire in a wider dtype, or gathers moved out of
+    loops; the second answer says whether they did.
     """
     if any(found.count is None for found in compiled):
-        return ["compiled: how often it runs is not known"]
-    want = _executions([row for row in asked if row.count is not None])
+        return ["compiled: how often it runs is not known"], False
+    known = [row for row in asked if row.count is not None]
     have: Counter[tuple[str, int]] = Counter()
     for found in compiled:
         for buffer in found.buffers:
             have[buffer.dtype, buffer.payload_bytes] += found.count or 0
-    if _same(want, have) or _same(_widened(want, keep={dtype for dtype, _ in have}), have):
-        return []
+    kept = {dtype for dtype, _ in have}
+    for is_hoisted, rows in enumerate((known, _hoisted(known, compiled))):
+        want = _executions(rows)
+        if _same(want, have) or _same(_widened(want, keep=kept), have):
+            return [], bool(is_hoisted)
+    want = _executions(known)
     totals = [sum(size * n for (_, size), n in rows.items()) for rows in (want, have)]
-    return ["asked {:,} B, compiled {:,} B".format(*totals)]
+    return ["asked {:,} B, compiled {:,} B".format(*totals)], False
 
 
-def _rewrites(asked: Amount, compiled: Amount | None, audit: Audit) -> list[str]:
+def _rewrites(asked: Amount, compiled: Amount | None, is_hoisted: bool, audit: Audit) -> list[str]:
     """The names of what the backend did to one line whose bytes are accounted for."""
     if compiled is None:
         return ["XLA says another phase"] if asked.count else []
@@ -227,10 +233,39 @@ def _rewrites(asked: Amount, compiled: Amount | None, audit: Audit) -> list[str]
         notes.append(f"{audit.program.platform}: {asked.dtype} goes as {compiled.dtype}")
     if asked.count is not None and compiled.count is not None:
         if compiled.count < asked.count:
-            notes.append("merged")
+            notes.append("hoisted" if is_hoisted else "merged")
         elif compiled.count > asked.count:
             notes.append("split" if asked.count else "XLA says this phase")
     return notes
+
+
+def _hoisted(asked: Sequence[Asked], compiled: Sequence[Collective]) -> list[Asked]:
+    """The same gathers, moved out of inner loops as far as makes the compiled counts come out.
+
+    Only gathers: what others read changes in a loop, or a backend leaves them where they are.
+    """
+    have: Counter[float] = Counter()
+    for found in compiled:
+        for buffer in found.buffers:
+            have[_num_elements(buffer)] += found.count or 0
+    moved: list[Asked] = []
+    for elements in dict.fromkeys(_num_elements(row) for row in asked):
+        rows = [row for row in asked if _num_elements(row) == elements]
+        reachable: dict[int, list[Asked]] = {0: []}
+        for row in rows:
+            depth = len(row.loops or ()) if row.kind == "all-gather" else 0
+            options = [row, *(replace(row, loops=(row.loops or ())[:n]) for n in range(depth))]
+            after: dict[int, list[Asked]] = {}
+            for total, before in reachable.items():
+                for option in options:
+                    after.setdefault(total + (option.count or 0), [*before, option])
+            reachable = after
+        moved += reachable.get(have[elements], rows)
+    return moved
+
+
+def _num_elements(buffer: Asked | Buffer) -> float:
+    return buffer.payload_bytes * 8 / DTYPE_BITS.get(buffer.dtype, 8)
 
 
 def _widened(executions: Counter[tuple[str, int]], keep: set[str]) -> Counter[tuple[str, int]]:

@@ -324,7 +324,7 @@ class _Reader:
         self.name = name.strip()
         pairs = (part.strip().partition("=") for part in attributes)
         self.header = {key: value for key, _, value in pairs}
-        if _UNPARTITIONED.search(line):
+        if _UNPARTITIONED.search(line) and not self._is_scheduled():
             self.unpartitioned = self.unpartitioned or number
 
     def _computation(self, name: str, is_entry: bool, number: int) -> None:
@@ -359,12 +359,18 @@ class _Reader:
     def _asks_for_partitioning(self, found: Instruction) -> bool:
         """Whether XLA's partitioner has not yet seen this instruction."""
         rest = found.attributes_text
-        if found.opcode == "custom-call" or "xla.sdy." in rest:
+        if found.opcode == "custom-call":
+            return _UNPARTITIONED.search(rest) is not None
+        if self._is_scheduled():
+            return False  # final; a program for one device keeps annotations nobody has to read
+        if "xla.sdy." in rest:
             return _UNPARTITIONED.search(rest) is not None
         if "sharding={" not in rest or found.opcode in ("parameter", "tuple"):
             return False  # the partitioner leaves annotations on what enters and leaves
-        scheduled = self.header is not None and self.header.get("is_scheduled") == "true"
-        return not scheduled and "sharding" in found.attributes
+        return "sharding" in found.attributes
+
+    def _is_scheduled(self) -> bool:
+        return self.header is not None and self.header.get("is_scheduled") == "true"
 
 
 def _parse(line: str, number: int) -> Instruction | None:

@@ -10,6 +10,7 @@ import gzip
 import io
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -38,9 +39,10 @@ def audit(thing: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Audit:
 
     `thing` is a jitted function with its arguments (arrays or `jax.ShapeDtypeStruct`s; nothing is
     run), a Lowered, a Compiled, HLO text, or the path of a file with HLO text (`.gz` too).
-    `mesh` names the axes: a mapping of axis to size in mesh order, a jax Mesh, or anything whose
-    `shape` or `axes` is such a mapping. Without one, the mesh of the program's own shardings is
-    used where it has one; else axes are named by size and stride, and notes say so.
+    `mesh` names the axes: a mapping of axis to size in mesh order, a text such as "dp=2,tp=4", a
+    jax Mesh, or anything whose `shape` or `axes` is such a mapping. Without one, the mesh of the
+    program's own shardings is used where it has one; else axes are named by size and stride, and
+    notes say so.
 
     Raises AuditError for what is no compiled program, is not partitioned yet, is damaged beyond
     reading, or does not fit the mesh. Text with something missing gives `complete=False`.
@@ -152,12 +154,14 @@ def _has_slices(module: Module) -> bool:
 
 def _axes(mesh: Any) -> dict[str, int]:
     """Axis sizes in mesh order out of a mapping, a jax Mesh, or something with such a mapping."""
+    if isinstance(mesh, str):
+        mesh = _parsed_axes(mesh)
     candidates = (mesh, getattr(mesh, "shape", None), getattr(mesh, "axes", None))
     axes = next((dict(found) for found in candidates if isinstance(found, Mapping)), None)
     if not axes:
         raise AuditError(
             f"mesh={mesh!r} names no axes. Give a mapping such as {{'data': 2, 'tensor': 4}}, "
-            "or a jax Mesh."
+            "a text such as 'data=2,tensor=4', or a jax Mesh."
         )
     for name, size in axes.items():
         if not isinstance(name, str) or not isinstance(size, int) or size < 1:
@@ -166,6 +170,20 @@ def _axes(mesh: Any) -> dict[str, int]:
             )
     if math.prod(axes.values()) > MAX_DEVICES:
         raise AuditError(f"mesh={axes} has more than {MAX_DEVICES} devices.")
+    return axes
+
+
+def _parsed_axes(text: str) -> dict[str, int]:
+    """'dp=2,tp=4' as a mapping; any names, since the program is anybody's."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([^\s=,]+)\s*=\s*([0-9]{1,7})\s*", part)
+        if match is None or match[1] in axes:
+            raise AuditError(
+                f"{part.strip()[:40]!r} in mesh={text[:80]!r} is no axis of its own; write "
+                "name=size, each name once, slowest links first: 'dp=2,tp=4'."
+            )
+        axes[match[1]] = int(match[2])
     return axes
 
 
@@ -181,7 +199,19 @@ def _compiled(thing: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{type(thing).__name__!r} cannot be audited. Give a jitted function (jax.jit(f)) with "
             "its arguments, a Lowered, a Compiled, HLO text, or the path of such text."
         )
+    if not args and not kwargs:
+        try:
+            return thing.lower().compile()
+        except (TypeError, ValueError) as error:
+            raise AuditError(
+                f"{getattr(thing, '__name__', 'The function')} cannot be compiled without "
+                f"arguments. Give arrays or jax.ShapeDtypeStructs after it. ({_first_line(error)})"
+            ) from error
     return thing.lower(*args, **kwargs).compile()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _shardings(compiled: Any) -> list[Any]:
