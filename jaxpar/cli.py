@@ -12,24 +12,26 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from jaxpar.errors import JaxparError
 
 FAILED, BAD_INPUT, INCOMPLETE = 1, 2, 3
 
 WIDTH_WHEN_PIPED = 160
-"""Columns of a table that goes to a file, where there is no terminal to ask."""
+"""Columns of what goes to a file, where there is no terminal to ask."""
+
+MAX_WIDTH = 1000
+"""Columns no table needs; a longer name is cut."""
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Parallelism strategies in JAX: predicted, compiled, audited, executed.",
 )
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file.")]
 Model = Annotated[str, typer.Option(help="Model preset.")]
-Mesh = Annotated[str, typer.Option(help="Mesh file, shipped name, or axes like data=2,tensor=4.")]
 
 
 @app.command()
@@ -64,7 +66,7 @@ def tour(
             ),
         )
     console = _console()
-    console.print(tour_table(result))
+    _print_table(console, tour_table(result))
     console.print(tour_verdict(result))
     _write(html, tour_page(result))
     console.print(literal(f"Written: {html}"), soft_wrap=True)
@@ -75,9 +77,14 @@ def tour(
 
 @app.command()
 def explain(
-    name: Annotated[str, typer.Argument(metavar="STRATEGY", help="As in the tour: data, fsdp ...")],
+    name: Annotated[
+        str, typer.Argument(metavar="STRATEGY", help="data, fsdp, ... or a row of the tour: hsdp.")
+    ],
     model: Model = "llama-3-8b",
-    mesh: Mesh = "data=2,tensor=4",
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Mesh file, shipped name, or axes; as in the tour if not given."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 64,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     accumulation_steps: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
@@ -100,13 +107,13 @@ def explain(
     from jaxpar.strategies.plan import Plan
 
     _check_writable(json_path)
-    strategy = compose.strategy(name)
+    strategy, variant = compose.strategy(name)
     plan = Plan(
-        mesh=MeshSpec.load(mesh),
+        mesh=MeshSpec.load(mesh or variant.mesh),
         batch_size=batch_size,
         seq_len=seq_len,
         num_accumulation_steps=accumulation_steps,
-        sequence=sequence or name == "sequence",
+        sequence=sequence or "sequence" in variant.fields,
         compute_dtype=compute_dtype,  # type: ignore[arg-type]  # the plan checks it
         reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
         remat=remat,  # type: ignore[arg-type]
@@ -117,9 +124,10 @@ def explain(
     rows = strategy.expected(config, plan, compose.layout(config, plan)) if active else []
     console = _console()
     console.print(card_table(strategy.card))
-    console.print(expected_table(rows, f"{config.name} on {plan.mesh}, per step and device"))
-    if not rows:
-        console.print(f"This mesh gives {name} nothing to do. Its axis: {strategy.card.axis}.")
+    title = f"{config.name} on {plan.mesh}, per step and device"
+    _print_table(console, expected_table(rows, title))
+    if not active:
+        console.print(f"This plan does not use {name}. Its axis: {strategy.card.axis}.")
     for whose, some in ((name, rows), ("the whole step", whole_step)):
         wire = wire_bytes_by_axes(some, plan).items()
         shown = "; ".join(f"{size(n)} over {','.join(axes)}" for axes, n in wire)
@@ -150,13 +158,27 @@ def audit(
     _check_writable(json_path)
     result = read(path, mesh=MeshSpec.load(mesh) if mesh and "=" not in mesh else mesh)
     console = _console()
-    console.print(audit_table(result))
+    _print_table(console, audit_table(result))
     for finding in result.findings:
         message = finding.message.removesuffix(".")
         console.print(literal(f"{finding.severity}: {message}. {finding.remedy}"), soft_wrap=True)
     _write_json(json_path, result.to_json())
     if not result.program.complete:
         raise typer.Exit(INCOMPLETE)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="The version, and JAX's.")] = False,
+) -> None:
+    """Parallelism strategies in JAX: predicted, compiled, audited, executed."""
+    if show:
+        import jax
+
+        import jaxpar
+
+        typer.echo(f"jaxpar {jaxpar.__version__}, JAX {jax.__version__}")
+        raise typer.Exit()
 
 
 def main() -> None:
@@ -175,6 +197,13 @@ def _console() -> Console:
     if console.is_terminal:
         return console
     return Console(width=WIDTH_WHEN_PIPED, file=cast(TextIO, _WithoutTrailingSpace()))
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """As wide as it has to be: the terminal may wrap a line, but no number is cut off."""
+    needed = console.measure(table, options=console.options.update(width=MAX_WIDTH)).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 class _WithoutTrailingSpace:

@@ -125,15 +125,35 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step on a global batch (tokens, labels, mask: [batch_size, seq_len] each).
 
-        The state is donated: keep the returned one. Raises PlanError for a state that an earlier
-        step has used up, and for what `place` refuses.
+        The state is donated: keep the returned one. Raises PlanError for a state that is not this
+        step's, or that an earlier step has used up, and for what `place` refuses.
         """
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, Array)):
-            raise PlanError(
-                "This state was given to an earlier step, which reuses its memory. "
-                "Go on with the one that step returned: state, metrics = step(state, batch)."
-            )
+        self._check_state(state)
         return self.jitted(state, self.place(batch))
+
+    def _check_state(self, state: TrainState) -> None:
+        want = self.abstract_inputs[0]
+        have_tree, want_tree = map(jax.tree.structure, (state, want))
+        if have_tree != want_tree:
+            raise PlanError(
+                f"The state (a {type(state).__name__}) is not one of this model and optimizer. "
+                f"Start from step.init(seed=0), and go on with the state each step returns."
+            )
+        for (path, have), wanted in zip(
+            jax.tree.leaves_with_path(state), jax.tree.leaves(want), strict=True
+        ):
+            shape, dtype = np.shape(have), getattr(have, "dtype", type(have).__name__)
+            if (shape, dtype) != (wanted.shape, wanted.dtype):
+                raise PlanError(
+                    f"state{jax.tree_util.keystr(path)} is {dtype}{list(shape)}, and has to be "
+                    f"{wanted.dtype}{list(wanted.shape)}. Start from step.init(seed=0)."
+                )
+            # JAX would crash the process, not raise, when it finds out for itself.
+            if isinstance(have, Array) and have.is_deleted():
+                raise PlanError(
+                    "This state was given to an earlier step, which reuses its memory. "
+                    "Go on with the one that step returned: state, metrics = step(state, batch)."
+                )
 
     def place(self, batch: Batch) -> Batch:
         """A global batch spread over the mesh.

@@ -77,7 +77,7 @@ def test_help(run, arguments):
 
 
 def test_explain(run):
-    code, out, err = run("explain", "tensor", "--json", "out.json")
+    code, out, err = run("explain", "tensor", "--mesh", "data=2,tensor=4", "--json", "out.json")
     assert (code, err) == (0, "")
     # Llama 3 8B: 2·32 layers + 1, of 32 sequences × 4096 tokens × 4096 × 2 bytes each.
     lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
@@ -100,9 +100,11 @@ def test_explain_knows_every_strategy(run, name, mesh):
         assert "sequence=True splits" in paragraph((code, out, err))
         return
     assert (code, err) == (0, "")
-    assert compose.strategy(name).card.source in out
-    nothing = f"This mesh gives {name} nothing to do. Its axis: {compose.strategy(name).card.axis}."
-    assert (nothing in out) == (mesh == "data=1")
+    card = compose.strategy(name)[0].card
+    assert card.source in out
+    unused = mesh == "data=1" and name not in ("data", "clip")
+    assert (f"This plan does not use {name}. Its axis: {card.axis}." in out) == unused
+    assert ("On the wire, the whole step: nothing." in out) == (mesh == "data=1")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_explain_knows_every_strategy(run, name, mesh):
         (["explain", "data", "--mesh", "tensr=2"], "no axis role 'tensr'. Did you mean 'tensor'?"),
         (["explain", "tensor", "--mesh", "tensor=3"], "num_heads=32 cannot be split over tensor=3"),
         (["explain", "data", "--mesh", "pipe=2"], "no strategy trains on axis 'pipe'"),
-        (["explain", "data", "--batch-size", "63"], "Nearest batch_size: 62 or 64."),
+        (["explain", "data", "--batch-size", "63"], "Nearest batch_size: 56 or 64."),
         (["explain", "data", "--seq-len", "8193"], "Nearest seq_len: 8192."),
         (["explain", "data", "--seq-len", "0"], "seq_len=0 (int) must be a whole number from 1"),
         (["explain", "data", "--json", "nosuch/x.json"], "Cannot write nosuch/x.json: no such"),
@@ -297,7 +299,7 @@ def test_names_of_others_come_out_as_they_are(changes):
 
 
 def test_cards_come_out_as_they_are():
-    card = compose.strategy("data").card
+    card = compose.strategy("data")[0].card
     for field in dataclasses.fields(card):
         assert SHOWN in rendered(card_table(dataclasses.replace(card, **{field.name: EVIL})))
 
@@ -325,3 +327,47 @@ def test_disagreement_is_told():
 def test_literal_keeps_what_can_be_read():
     assert str(literal("B·S·D × 2 ≥ 1 – “ü” 漢字\nnext")) == "B·S·D × 2 ≥ 1 – “ü” 漢字\nnext"
     assert str(literal("\x1b\r\x7f\u200b\udcff")) == r"\x1b\r\x7f\u200b\udcff"
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [("hsdp", "on data=2 × fsdp=4,"), ("tensor+sequence", "on tensor=8,"), ("data", "on data=8,")],
+)
+def test_explain_takes_rows_of_the_tour(run, row, shown):
+    code, out, err = run("explain", row, "--model", "tiny", "--seq-len", 64)
+    assert (code, err) == (0, "") and shown in out
+    assert ("reduce-scatter" in out) == (row != "data")
+
+
+def test_explain_takes_the_plans_fields(run):
+    def told(*options):
+        return run("explain", "data+tensor", "--model", "tiny", "--seq-len", 64, *options)[1]
+
+    answers = [
+        told(),
+        told("--sequence"),
+        told("--remat", "full"),
+        told("--compute-dtype", "float32"),
+        told("--reduce-dtype", "bfloat16"),
+        told("--accumulation-steps", 2),
+    ]
+    assert len(set(answers)) == len(answers)
+
+
+def test_version(run):
+    code, out, _ = run("--version")
+    assert code == 0 and re.fullmatch(r"jaxpar \d+\.\d+\.\d+, JAX \d+\.\d+\.\S+\n", out)
+
+
+def test_audit_takes_anybodys_axis_names(run):
+    code, out, _ = run("audit", HLO / "tp.cpu.txt.gz", "--mesh", "mine=2,yours=4")
+    assert code == 0 and " yours " in out and " mine " in out
+    code, _, err = run("audit", HLO / "tp.cpu.txt.gz", "--mesh", "mine=2,mine=4")
+    assert code == 2 and "write name=size, each name once" in err
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_narrow_terminal_cuts_no_number_off(run, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = run("explain", "fsdp", "--mesh", "fsdp=8")
+    assert "…" not in out and "50.6 GiB" in out

@@ -163,7 +163,7 @@ def test_json_keys_are_told():
         kind="all-reduce", axes=("data",), phase="forward", predicted=amount, asked=amount,
         compiled=amount, wire_bytes=4, agrees=True, note="",
     )  # fmt: skip
-    variant = compose.strategy("data").variants[0]
+    _, variant = compose.strategy("data")
     row = _row("data", variant.plan(batch_size=16, seq_len=64), [line])
     tour = Tour(seconds=1.0, model="tiny", corpus="text", num_steps=1, rows=[row]).to_json()
     assert f'"{tour["schema"]}"' in page

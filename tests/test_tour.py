@@ -38,7 +38,7 @@ def _captured(run):
 def test_everything_agrees_and_says_so(tour):
     output, data, _ = tour
     assert "✗" not in output
-    assert re.search(r"predicted = asked = compiled, and = one device, for \d+ strategies", output)
+    assert re.search(r"predicted = asked = compiled, and = one device, on all \d+ rows", output)
     assert data["schema"] == "jaxpar.tour/1"
     assert data["seconds"] < 120
     assert all(row["agrees"] for row in data["rows"])

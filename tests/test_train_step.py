@@ -69,3 +69,20 @@ def test_the_program_is_called_what_it_is():
     lowered = explicit.jitted.lower(*explicit.abstract_inputs)
     assert "train_step" in lowered.as_text()[:200]
     assert isinstance(explicit.abstract_inputs[1].tokens_BS, jax.ShapeDtypeStruct)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda state: None, "a NoneType"),
+        (lambda state: tuple(state), "a tuple"),
+        (lambda state: state.params, "a dict"),
+        (lambda state: state._replace(opt_state=()), "not one of this model and optimizer"),
+        (lambda state: state._replace(params=jax.tree.map(np.float64, state.params)),
+         r"table'\] is float64\[256, 32\], and has to be float32\[256, 32\]"),
+    ],
+)  # fmt: skip
+def test_a_state_of_something_else_is_refused(spoil, message):
+    explicit, (batch,) = step("data=2"), batches(1)
+    with pytest.raises(PlanError, match=message):
+        explicit(spoil(explicit.init()), batch)

@@ -98,7 +98,7 @@ def tour_verdict(tour: Tour) -> Text:
     if failed:
         return literal(f"Disagreement in {', '.join(failed)}.", style="bold red")
     return Text(
-        f"predicted = asked = compiled, and = one device, for {len(tour.rows)} strategies "
+        f"predicted = asked = compiled, and = one device, on all {len(tour.rows)} rows "
         f"in {tour.seconds:.0f} s.",
         style="green",
     )

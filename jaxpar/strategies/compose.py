@@ -20,7 +20,7 @@ from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.model.parallel import Parallel
 from jaxpar.model.transformer import Params, check_is_dense
 from jaxpar.strategies.plan import Plan
-from jaxpar.strategies.strategy import Layout, Placed, Strategy
+from jaxpar.strategies.strategy import Layout, Placed, Strategy, Variant
 
 
 def all_strategies() -> dict[str, Strategy]:
@@ -37,9 +37,16 @@ def all_strategies() -> dict[str, Strategy]:
     return dict(sorted(found.items(), key=lambda item: item[1].refines is not None))
 
 
-def strategy(name: str) -> Strategy:
-    """The strategy called `name`; PlanError names the closest one otherwise."""
-    known = all_strategies()
+def strategy(name: str) -> tuple[Strategy, Variant]:
+    """The strategy called `name`, or whose row of the tour is, and a row to show it on.
+
+    Raises PlanError, naming the closest one, when there is neither.
+    """
+    known: dict[str, tuple[Strategy, Variant]] = {}
+    for own_name, found in all_strategies().items():
+        rows = found.variants or (Variant(name=own_name, mesh="data=2,tensor=4"),)
+        known |= {row.name: (found, row) for row in rows}
+        known[own_name] = found, rows[0]
     if name not in known:
         raise PlanError(f"There is no strategy {name!r}. {did_you_mean(name, known)}")
     return known[name]

@@ -328,3 +328,27 @@ def test_bombs_are_not_unpacked(tmp_path, monkeypatch):
 def test_numpy_arguments_are_not_run(mesh):
     function, _ = sharded(mesh, lambda x: lax.psum(x, "data"), out=P())
     assert audit(function, np.ones(SHAPE, np.float32), mesh=AXES).collectives[0].axes == ("data",)
+
+
+def test_a_program_for_one_device_has_no_collectives():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    placed = jax.sharding.NamedSharding(mesh, spec)
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=placed)
+    by_partitioner = jax.jit(lambda x: x * 2)
+    by_hand = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=spec,
+                                    out_specs=jax.sharding.PartitionSpec()))  # fmt: skip
+    for function in (by_partitioner, by_hand):
+        result = audit(function, x, mesh=mesh)
+        assert result.collectives == () and result.program.complete
+
+
+def test_a_function_without_its_arguments_is_told_to_bring_them():
+    with pytest.raises(AuditError, match="cannot be compiled without arguments"):
+        audit(jax.jit(lambda x: x))
+
+
+@pytest.mark.parametrize("mesh", ["a=2,b", "a=2,a=4", "=8", "a=b", ""])
+def test_axes_that_cannot_be_read(mesh):
+    with pytest.raises(AuditError):
+        audit(jax.jit(lambda x: x), jnp.ones(2), mesh=mesh)
