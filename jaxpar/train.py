@@ -133,8 +133,8 @@ class TrainStep:
 
     def _check_state(self, state: TrainState) -> None:
         want = self.abstract_inputs[0]
-        have_tree, want_tree = map(jax.tree.structure, (state, want))
-        if have_tree != want_tree:
+        trees: list[Any] = [jax.tree.structure(state), jax.tree.structure(want)]
+        if trees[0] != trees[1]:
             raise PlanError(
                 f"The state (a {type(state).__name__}) is not one of this model and optimizer. "
                 f"Start from step.init(seed=0), and go on with the state each step returns."

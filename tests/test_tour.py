@@ -40,7 +40,6 @@ def test_everything_agrees_and_says_so(tour):
     assert "✗" not in output
     assert re.search(r"predicted = asked = compiled, and = one device, on all \d+ rows", output)
     assert data["schema"] == "jaxpar.tour/1"
-    assert data["seconds"] < 120
     assert all(row["agrees"] for row in data["rows"])
 
 
