@@ -19,6 +19,9 @@ SHAPE = (8, 32)
 LOCAL = 4 * 8 * 4  # bytes of a shard: [4, 8] float32
 
 
+EVERYWHERE = P(("data", "tensor"))
+
+
 @pytest.fixture(scope="module")
 def mesh():
     return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -27,13 +30,18 @@ def mesh():
 def sharded(mesh, function, out=None):
     into = P("data", "tensor")
     out = into if out is None else out
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=out, check_vma=False)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=out)
     return jax.jit(mapped), jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 
 
 def one(mesh, function, **kwargs):
     (found,) = audit(*sharded(mesh, function, **kwargs), mesh=AXES).collectives
     return found
+
+
+def summed(x, axis):
+    """A sum that a loop can carry on with."""
+    return lax.pcast(lax.psum(x, axis), axis, to="varying")
 
 
 def ring(axis):
@@ -57,7 +65,7 @@ def ring(axis):
     ],
 )
 def test_each_collective_on_each_axis(mesh, kind, call, payload, axis):
-    found = one(mesh, lambda x: call(x, axis), out=P())
+    found = one(mesh, lambda x: call(x, axis), out=EVERYWHERE)
     n = AXES[axis]
     assert found.kind == kind
     assert found.axes == (axis,)
@@ -72,7 +80,7 @@ def test_each_collective_on_each_axis(mesh, kind, call, payload, axis):
 
 
 def test_several_axes_are_in_mesh_order(mesh):
-    found = one(mesh, lambda x: lax.psum(x, ("tensor", "data")), out=P())
+    found = one(mesh, lambda x: lax.psum(x, ("tensor", "data")), out=EVERYWHERE)
     assert found.axes == ("data", "tensor")
 
 
@@ -82,8 +90,7 @@ def test_axes_of_one_device_do_not_appear():
         lambda a: (lax.psum(a, ("unit", "x")), lax.psum(a, "unit")),
         mesh=mesh,
         in_specs=P("unit", "x"),
-        out_specs=P(),
-        check_vma=False,
+        out_specs=P(("unit", "x")),
     )
     args = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
     (found,) = audit(jax.jit(function), args, mesh={"before": 1, "unit": 1, "x": 8}).collectives
@@ -119,7 +126,9 @@ def test_a_loop_decided_by_data_has_no_count(mesh):
 
 
 def test_bf16_on_cpu_is_told_apart(mesh):
-    function, args = sharded(mesh, lambda x: lax.psum(x.astype(jnp.bfloat16), "tensor"), out=P())
+    function, args = sharded(
+        mesh, lambda x: lax.psum(x.astype(jnp.bfloat16), "tensor"), out=EVERYWHERE
+    )
     (found,) = audit(function, args, mesh=AXES).collectives
     assert (found.dtype, found.program_dtype) == ("f32", "bf16")
 
@@ -127,16 +136,14 @@ def test_bf16_on_cpu_is_told_apart(mesh):
 def test_phases_of_a_differentiated_step(mesh):
     def loss(w, x):
         with jax.named_scope("layer"):
-            return lax.psum(jnp.sum(jnp.tanh(x @ w)), ("data", "tensor"))
+            return lax.psum(jnp.sum(jnp.tanh(x @ w)), "data")
 
     def step(w, x):
         gradient = jax.grad(loss)(w, x)
         with jax.named_scope("clip"):
             return lax.pmax(gradient, "data")
 
-    function = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
-    )
+    function = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=EVERYWHERE)
     args = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (8, 16)))
     result = audit(jax.jit(function), *args, mesh=AXES)
     assert ("update", "clip") in {(found.phase, found.scope) for found in result.collectives}
@@ -152,7 +159,7 @@ def test_gspmd_programs(mesh):
 
 
 def test_everything_that_names_a_program(mesh, tmp_path):
-    function, args = sharded(mesh, lambda x: lax.psum(x, "tensor"), out=P())
+    function, args = sharded(mesh, lambda x: lax.psum(x, "tensor"), out=EVERYWHERE)
     lowered = function.lower(args)
     compiled = lowered.compile()
     text = compiled.as_text()
@@ -215,10 +222,10 @@ def check(data, schema):
 def test_json(mesh):
     def function(x):
         n = x[0, 0].astype(jnp.int32)
-        y = lax.fori_loop(0, n, lambda i, y: lax.psum(y, "tensor"), x)
+        y = lax.fori_loop(0, n, lambda i, y: summed(y, "tensor"), x)
         return lax.psum(y, "data")
 
-    result = audit(*sharded(mesh, function, out=P()), mesh=AXES)
+    result = audit(*sharded(mesh, function, out=EVERYWHERE), mesh=AXES)
     data = result.to_json()
     assert json.loads(json.dumps(data)) == data
     assert data["schema"] == "jaxpar.audit/1"
@@ -229,10 +236,10 @@ def test_json(mesh):
 
 def test_totals_are_counts_times_bytes(mesh):
     def function(x):
-        y, _ = lax.scan(lambda y, _: (lax.psum(jnp.sin(y), "tensor"), None), x, length=3)
+        y, _ = lax.scan(lambda y, _: (summed(jnp.sin(y), "tensor"), None), x, length=3)
         return lax.psum(jnp.cos(y), "tensor")
 
-    (total,) = audit(*sharded(mesh, function, out=P()), mesh=AXES).totals
+    (total,) = audit(*sharded(mesh, function, out=EVERYWHERE), mesh=AXES).totals
     assert (total.kind, total.axes, total.count) == ("all-reduce", ("tensor",), 4)
     assert total.payload_bytes == 4 * LOCAL
     assert total.wire_bytes == 4 * LOCAL * 3 // 2
@@ -249,7 +256,7 @@ def test_results_are_frozen(mesh):
 
 
 def test_programs_that_are_not_partitioned(mesh):
-    function, args = sharded(mesh, lambda x: lax.psum(x, "tensor"), out=P())
+    function, args = sharded(mesh, lambda x: lax.psum(x, "tensor"), out=EVERYWHERE)
     lowered = function.lower(args)
     with pytest.raises(AuditError, match="awaits XLA's partitioner"):
         audit(lowered.as_text("hlo"))
@@ -294,7 +301,7 @@ def test_meshes_that_are_none(given):
 
 def test_a_mesh_of_another_size(mesh):
     with pytest.raises(AuditError, match=r"has 4 devices and the program was compiled for 8"):
-        audit(*sharded(mesh, lambda x: lax.psum(x, "tensor"), out=P()), mesh={"x": 4})
+        audit(*sharded(mesh, lambda x: lax.psum(x, "tensor"), out=EVERYWHERE), mesh={"x": 4})
 
 
 def test_files_that_are_no_text(tmp_path):
@@ -326,7 +333,7 @@ def test_bombs_are_not_unpacked(tmp_path, monkeypatch):
 
 
 def test_numpy_arguments_are_not_run(mesh):
-    function, _ = sharded(mesh, lambda x: lax.psum(x, "data"), out=P())
+    function, _ = sharded(mesh, lambda x: lax.psum(x, "data"), out=EVERYWHERE)
     assert audit(function, np.ones(SHAPE, np.float32), mesh=AXES).collectives[0].axes == ("data",)
 
 
