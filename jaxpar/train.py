@@ -128,8 +128,9 @@ class TrainStep:
         The state is donated: keep the returned one. Raises PlanError for a state that is not this
         step's, or that an earlier step has used up, and for what `place` refuses.
         """
+        placed = self.place(batch)
         self._check_state(state)
-        return self.jitted(state, self.place(batch))
+        return self.jitted(state, placed)
 
     def _check_state(self, state: TrainState) -> None:
         want = self.abstract_inputs[0]
