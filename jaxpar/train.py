@@ -81,7 +81,6 @@ class TrainStep:
         compose.check(self.config, self.plan)
         # Before anything else makes JAX choose how many CPU devices there are.
         assert self.mesh.size == self.plan.mesh.num_devices
-        abstract_model(self.config)
         if any(placed.split_axes for placed in self.layout):
             check_elementwise(self.optimizer)
 

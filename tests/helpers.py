@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,3 +53,16 @@ def reference(config: ModelConfig, num_steps: int) -> Trained:
     optimizer = default_optimizer()
     run = jax.jit(plain_step(config, optimizer))
     return train(reference_init(config, optimizer), run, batches(num_steps))
+
+
+def run_program(program: str, folder: Path) -> str:
+    """What a program of the documentation prints, in a Python of its own; no warning allowed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from jaxpar.collectives import wire_bytes
 from jaxpar.report.text import row_cells
 from jaxpar.strategies import compose
 from jaxpar.tour import Row, Tour
+from tests.helpers import run_program
 from tests.test_planted_faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
@@ -66,15 +66,7 @@ def test_command_prints_what_the_page_shows(block, monkeypatch):
 
 @pytest.mark.parametrize("program, shown", PROGRAMS, ids=["expected", "compare"])
 def test_program_prints_what_the_page_shows(program, shown, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert _lines(done.stdout) == _lines(shown)
+    assert _lines(run_program(program, tmp_path)) == _lines(shown)
 
 
 # --- rows of the tour ------------------------------------------------------------------------

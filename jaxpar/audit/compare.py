@@ -215,10 +215,10 @@ def _compiled_difference(
         for buffer in found.buffers:
             have[buffer.dtype, buffer.payload_bytes] += found.count or 0
     kept = {dtype for dtype, _ in have}
-    for is_hoisted, rows in enumerate((known, _hoisted(known, compiled))):
-        want = _executions(rows)
+    for is_hoisted in (False, True):
+        want = _executions(_hoisted(known, compiled) if is_hoisted else known)
         if _same(want, have) or _same(_widened(want, keep=kept), have):
-            return [], bool(is_hoisted)
+            return [], is_hoisted
     want = _executions(known)
     totals = [sum(size * n for (_, size), n in rows.items()) for rows in (want, have)]
     return ["asked {:,} B, compiled {:,} B".format(*totals)], False
