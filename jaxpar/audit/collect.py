@@ -18,6 +18,7 @@ from jaxpar.audit.execution import Count, Execution
 from jaxpar.audit.groups import (
     PARTITION_KINDS,
     Axes,
+    Ids,
     axes_of_groups,
     axes_of_pairs,
     parse_groups,
@@ -25,6 +26,7 @@ from jaxpar.audit.groups import (
     to_device_ids,
 )
 from jaxpar.audit.reader import Computation, Instruction, Module, Operand
+from jaxpar.audit.reading import Site
 from jaxpar.audit.result import Buffer, Collective, Finding
 from jaxpar.audit.scope import phase_of, scope_of, unmerged
 from jaxpar.audit.shape import Array, Shape, integer, leaves, nbytes
@@ -57,7 +59,7 @@ _HOST_TARGETS = ("_xla_megascale", "_xla_send_recv_source_target_pairs")
 
 
 class Collector:
-    """Walks over one module; `collectives` and `findings` grow as it goes."""
+    """Walks over one module; `sites` and `findings` grow as it goes."""
 
     def __init__(
         self,
@@ -75,10 +77,10 @@ class Collector:
         self.mesh = mesh
         self.devices = devices
         self.platform = platform
-        self.collectives: list[Collective] = []
+        self.sites: list[Site] = []
         self.findings: list[Finding] = []
         self._homes: dict[str, None] = {}  # computations that communicate
-        self._axes: dict[tuple[str, ...], Axes] = {}
+        self._axes: dict[tuple[str, ...], tuple[Axes, list[Ids] | Ids]] = {}
         self._expanded = 0
         self._chains: dict[tuple[str, str], bool] = {}  # TPU fusions: was the start seen?
         self._async_starts = {
@@ -91,7 +93,7 @@ class Collector:
         }
 
     def run(self) -> None:
-        """Fill `collectives` and `findings`. AuditError for damaged groups, types or devices."""
+        """Fill `sites` and `findings`. AuditError for damaged groups, types or devices."""
         for computation in self.module.computations.values():
             for found in computation.instructions.values():
                 kind = found.opcode.removesuffix("-start")
@@ -112,7 +114,7 @@ class Collector:
         if count.high == 0:
             return
         callers = self.flow.callers.get(computation.name, [])
-        outer = callers[0][1] if len(callers) == 1 else None
+        home, outer = callers[0] if len(callers) == 1 else (None, None)
         fused = outer is not None and outer.opcode == "fusion"
         waits = found.opcode.endswith("-start") or computation.name in self.runs.waits
         payload = None
@@ -136,9 +138,19 @@ class Collector:
             self._unhandled(f"{found.opcode} of slices", found)
             return
         self._homes[computation.name] = None
-        self._add(computation, found, kind, count, outer, waits, payload)
+        collective = self._priced(computation, found, kind, count, outer, waits, payload)
+        if collective is not None:
+            self.sites.append(
+                Site(
+                    collective=collective,
+                    computation=computation,
+                    instruction=found,
+                    caller=outer,
+                    caller_home=home,
+                )
+            )
 
-    def _add(
+    def _priced(
         self,
         computation: Computation,
         found: Instruction,
@@ -147,12 +159,13 @@ class Collector:
         outer: Instruction | None,
         waits: bool,
         payload: int | None,
-    ) -> None:
+    ) -> Collective | None:
+        """The operation with its axes, bytes and metadata; None when it moves nothing."""
         from jaxpar.collectives import wire_bytes  # imports JAX, which reading text does not need
 
-        where = self._where(found, kind)
+        where, groups = self._where(found, kind)
         if where.group_size == 1:
-            return
+            return None
         results = _results(found, kind)
         if payload is None:
             payload = self._payload(computation, found, kind, results, where)
@@ -162,32 +175,32 @@ class Collector:
         if outer is not None and outer.op_name and (cloned or not found.op_name):
             described = outer
         is_async = waits and '"is_sync":true' not in found.attributes_text
-        self.collectives.append(
-            Collective(
-                kind=kind,
-                axes=where.axes,
-                axes_note=where.note,
-                group_size=where.group_size,
-                num_groups=where.num_groups,
-                dtype="+".join(dict.fromkeys(array.dtype for array in leaves(results))),
-                program_dtype=program_dtype(self.flow, computation, found, results, self.platform),
-                count=count.exact,
-                count_min=count.low,
-                count_max=count.high,
-                payload_bytes=payload,
-                wire_bytes=wire_bytes(kind, payload, where.group_size),
-                phase=phase_of(described.op_name, self.module.differentiated),
-                scope=scope_of(described.op_name),
-                source=self.module.source_of(described),
-                is_async=is_async,
-                exposed_fraction=None if is_async else 1.0,
-                buffers=self._buffers(
-                    computation, found, kind, results, payload, described.op_name
-                ),
-            )
+        return Collective(
+            kind=kind,
+            axes=where.axes,
+            axes_note=where.note,
+            group_size=where.group_size,
+            num_groups=where.num_groups,
+            dtype="+".join(dict.fromkeys(array.dtype for array in leaves(results))),
+            program_dtype=program_dtype(self.flow, computation, found, results, self.platform),
+            count=count.exact,
+            count_min=count.low,
+            count_max=count.high,
+            payload_bytes=payload,
+            wire_bytes=wire_bytes(kind, payload, where.group_size),
+            phase=phase_of(described.op_name, self.module.differentiated),
+            scope=scope_of(described.op_name),
+            source=self.module.source_of(described),
+            is_async=is_async,
+            exposed_fraction=None if is_async else 1.0,
+            buffers=self._buffers(computation, found, kind, results, payload, described.op_name),
+            name=found.name,
+            line=found.line,
+            groups=groups if isinstance(groups, np.ndarray) else tuple(groups),
         )
 
-    def _where(self, found: Instruction, kind: str) -> Axes:
+    def _where(self, found: Instruction, kind: str) -> tuple[Axes, list[Ids] | Ids]:
+        """Axes and devices; worked out once for all operations that print the same groups."""
         attributes = found.attributes
         paired = kind == "collective-permute"
         text = attributes.get("source_target_pairs" if paired else "replica_groups", "")
@@ -215,9 +228,9 @@ class Collector:
                 )
             if paired:
                 pairs = np.asarray(groups, dtype=np.int64).reshape(-1, 2)
-                self._axes[key] = axes_of_pairs(pairs, self.mesh, self.devices)
+                self._axes[key] = (axes_of_pairs(pairs, self.mesh, self.devices), pairs)
             else:
-                self._axes[key] = axes_of_groups(groups, self.mesh, text)
+                self._axes[key] = (axes_of_groups(groups, self.mesh, text), groups)
         return self._axes[key]
 
     def _payload(

@@ -10,7 +10,7 @@ type, opcode, operands and attributes, and each of these is looked into only whe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -188,6 +188,17 @@ class Module:
         if self.header is None:
             return None
         return max(1, integer(self.header.get(key, "1"), key))
+
+    def find(self, *words: str) -> Iterator[tuple[Computation, Instruction]]:
+        """Instructions whose line contains one of `words`, which is cheaper than reading all.
+
+        The words may stand anywhere in the line: look at the opcode of what comes back.
+        """
+        for computation in self.computations.values():
+            for found in computation.instructions.values():
+                texts = (f" {found.opcode}({found.operands_text})", found.attributes_text)
+                if any(word in text for word in words for text in texts):
+                    yield computation, found
 
     def undefined(self) -> list[str]:
         """Values that are read and made by no line: lines are missing from the middle."""

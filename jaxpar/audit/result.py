@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 SCHEMA = "jaxpar.audit/1"
 
@@ -33,7 +36,14 @@ class Collective:
     `axes_note` then says what they are. `dtype` goes over the wire, `program_dtype` is what the
     program asked for; several types are joined by "+". `buffers` are what was merged into it, each
     with its part of the payload; their number is `parts`.
-    `exposed_fraction` is 1.0 for a synchronous operation and None where overlap was not analysed.
+    `exposed_fraction` is the part of its time during which the device computes nothing: 1.0 for a
+    synchronous operation, None where the chip is not known that would tell how long anything takes.
+    `num_overlapped` counts the instructions that run while it is under way; `overlapped` names the
+    longest of them. `device_counts` are the executions on each device where devices differ (then
+    `count` is None and the bounds are those of all devices), else None. `groups` are the devices
+    that exchange data, [groups, members] ([pairs, 2] of source and target for a permute), or one
+    array per group where sizes differ; neither compared nor in the JSON.
+    `name` and `line` say where in the HLO text it stands.
     """
 
     kind: str
@@ -54,6 +64,14 @@ class Collective:
     is_async: bool
     exposed_fraction: float | None
     buffers: tuple[Buffer, ...]
+    name: str = ""
+    line: int = 0
+    num_overlapped: int = 0
+    overlapped: tuple[str, ...] = ()
+    device_counts: tuple[int, ...] | None = None
+    groups: NDArray[np.int64] | tuple[NDArray[np.int64], ...] = field(
+        default=(), compare=False, repr=False
+    )
 
     @property
     def parts(self) -> int:
@@ -77,20 +95,40 @@ class Total:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LiveBuffer:
+    """A value that is in memory when the schedule needs the most; `shape` as HLO prints it."""
+
+    name: str
+    nbytes: int
+    shape: str
+    source: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
-    """XLA's memory analysis of one device, in bytes; peak is None where JAX does not tell."""
+    """Memory of one device, in bytes.
+
+    The first four are XLA's own analysis of a Compiled (of a text, arguments and outputs are those
+    of its entry, the others None; peak is None where JAX does not tell). `live_bytes` is the most
+    that the schedule keeps alive at once by our count, `largest` the biggest of those buffers; None
+    and empty for a text without a schedule.
+    """
 
     argument_bytes: int
     output_bytes: int
-    temp_bytes: int
+    temp_bytes: int | None
     peak_bytes: int | None
+    live_bytes: int | None = None
+    largest: tuple[LiveBuffer, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """Something a reader should know. severity: info, warning, or error (the audit is incomplete).
 
-    `source` is `file:line` or None; `remedy` says what to do.
+    `source` is `file:line` or None; `remedy` says what to do. `evidence` names the instructions
+    that were seen, each with its line in the text; `wire_bytes` is what is at stake: what each
+    device would not have to send per step. None where that is not known, or not the point.
     """
 
     rule: str
@@ -98,6 +136,8 @@ class Finding:
     message: str
     source: str | None
     remedy: str
+    evidence: tuple[str, ...] = ()
+    wire_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +177,8 @@ class Audit:
             "mesh": None if self.mesh is None else dict(self.mesh),
             "collectives": [_collective_json(found) for found in self.collectives],
             "totals": [_listed(dataclasses.asdict(total)) for total in self.totals],
-            "memory": None if self.memory is None else dataclasses.asdict(self.memory),
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "memory": None if self.memory is None else _listed(dataclasses.asdict(self.memory)),
+            "findings": [_listed(dataclasses.asdict(finding)) for finding in self.findings],
         }
 
 
@@ -160,8 +200,8 @@ def _total(kind: str, axes: tuple[str, ...] | None, group: list[Collective]) -> 
 
 
 def _collective_json(found: Collective) -> dict[str, Any]:
-    fields = _listed(dataclasses.asdict(found))
-    del fields["buffers"]
+    fields = _listed(dataclasses.asdict(dataclasses.replace(found, groups=())))
+    del fields["buffers"], fields["groups"]
     renamed = {"async" if key == "is_async" else key: value for key, value in fields.items()}
     return {**renamed, "parts": found.parts}
 

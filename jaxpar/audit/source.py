@@ -21,6 +21,7 @@ from jaxpar.audit.dataflow import Dataflow
 from jaxpar.audit.execution import execution
 from jaxpar.audit.groups import MAX_DEVICES
 from jaxpar.audit.reader import MAX_PROBLEMS, Module, read_hlo
+from jaxpar.audit.reading import Reading
 from jaxpar.audit.result import Audit, Finding, Memory, Program
 from jaxpar.errors import AuditError
 
@@ -77,6 +78,26 @@ def _audit(
     platform: str | None = None,
     memory: Memory | None = None,
 ) -> Audit:
+    reading, problems = read(lines, mesh, platform=platform)
+    return Audit(
+        program=Program(
+            name=reading.module.name,
+            platform=reading.platform,
+            num_devices=reading.num_devices,
+            scheduled=reading.module.scheduled,
+            complete=all(finding.severity != "error" for finding in problems),
+        ),
+        mesh=mesh,
+        collectives=tuple(site.collective for site in reading.sites),
+        memory=memory,
+        findings=tuple(problems),
+    )
+
+
+def read(
+    lines: Iterable[str], mesh: dict[str, int] | None, *, platform: str | None = None
+) -> tuple[Reading, list[Finding]]:
+    """The module that `lines` print, with its collectives, and what stands in a reader's way."""
     module = read_hlo(lines)
     if module.unpartitioned:
         raise AuditError(
@@ -87,41 +108,33 @@ def _audit(
     devices = _devices(module, mesh)
     flow = Dataflow(module)
     runs = execution(module, flow)
-    collector = Collector(
-        module, flow, runs, mesh=mesh, devices=devices, platform=platform or module.platform
-    )
+    platform = platform or module.platform
+    collector = Collector(module, flow, runs, mesh=mesh, devices=devices, platform=platform)
     collector.run()
     missing = [
         *(f"computation {name!r} is called and not there" for name in runs.missing),
         *(f"no line defines {value}" for value in module.undefined()),
     ]
-    findings = [
-        *(
-            Finding(
-                rule="text-incomplete",
-                severity="error",
-                message=problem,
-                source=None,
-                remedy="Print the text again with compiled.as_text(), and pass all of it.",
-            )
-            for problem in [*module.problems, *missing[:MAX_PROBLEMS]]
-        ),
-        *collector.findings,
-    ]
-    program = Program(
-        name=module.name,
-        platform=platform or module.platform,
-        num_devices=devices,
-        scheduled=module.scheduled,
-        complete=all(finding.severity != "error" for finding in findings),
+    incomplete = (
+        Finding(
+            rule="text-incomplete",
+            severity="error",
+            message=problem,
+            source=None,
+            remedy="Print the text again with compiled.as_text(), and pass all of it.",
+        )
+        for problem in [*module.problems, *missing[:MAX_PROBLEMS]]
     )
-    return Audit(
-        program=program,
+    reading = Reading(
+        module=module,
+        flow=flow,
+        runs=runs,
+        sites=tuple(collector.sites),
         mesh=mesh,
-        collectives=tuple(collector.collectives),
-        memory=memory,
-        findings=tuple(findings),
+        num_devices=devices,
+        platform=platform,
     )
+    return reading, [*incomplete, *collector.findings]
 
 
 def _devices(module: Module, mesh: dict[str, int] | None) -> int | None:

@@ -191,6 +191,8 @@ SCHEMA = {
         "count_min": int, "count_max": (int, type(None)), "payload_bytes": int, "wire_bytes": int,
         "phase": str, "scope": str, "source": (str, type(None)), "async": bool,
         "exposed_fraction": (float, type(None)), "parts": int,
+        "name": str, "line": int, "num_overlapped": int, "overlapped": [str],
+        "device_counts": (list, type(None)),
     }],
     "totals": [{
         "kind": str, "axes": [str], "count": (int, type(None)), "count_min": int,
@@ -198,11 +200,12 @@ SCHEMA = {
         "wire_bytes": (int, type(None)),
     }],
     "memory": {
-        "argument_bytes": int, "output_bytes": int, "temp_bytes": int,
-        "peak_bytes": (int, type(None)),
+        "argument_bytes": int, "output_bytes": int, "temp_bytes": (int, type(None)),
+        "peak_bytes": (int, type(None)), "live_bytes": (int, type(None)),
+        "largest": [{"name": str, "nbytes": int, "shape": str, "source": (str, type(None))}],
     },
     "findings": [{"rule": str, "severity": str, "message": str, "source": (str, type(None)),
-                  "remedy": str}],
+                  "remedy": str, "evidence": [str], "wire_bytes": (int, type(None))}],
 }  # fmt: skip
 
 
