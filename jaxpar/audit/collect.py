@@ -49,6 +49,7 @@ MAX_MEMBERS = 1 << 25
 """Members of all different device groups of a module that are expanded, together."""
 
 _RELATED = ("all-", "collective-", "ragged-", "reduce-scatter")
+_TRANSFERS = ("send", "recv")
 _ENDS = ("-done", "-update")  # the operation was counted where it started
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _LOCAL = frozenset({"after-all"})
@@ -84,22 +85,22 @@ class Collector:
         self._expanded = 0
         self._chains: dict[tuple[str, str], bool] = {}  # TPU fusions: was the start seen?
         self._async_starts = {
-            name
-            for name, computation in module.computations.items()
-            if any(
-                found.opcode == "custom-call" and "AsyncCollectiveStart" in found.attributes_text
-                for found in computation.instructions.values()
-            )
+            computation.name
+            for computation, found in module.find("AsyncCollectiveStart")
+            if found.opcode == "custom-call"
         }
 
     def run(self) -> None:
         """Fill `sites` and `findings`. AuditError for damaged groups, types or devices."""
-        for computation in self.module.computations.values():
+        for computation in self.module.active:
             for found in computation.instructions.values():
-                kind = found.opcode.removesuffix("-start")
+                opcode = found.opcode
+                if "-" not in opcode and opcode not in _TRANSFERS:
+                    continue
+                kind = opcode.removesuffix("-start")
                 if kind in KINDS:
                     self._collective(computation, found, kind)
-                elif not found.opcode.endswith(_ENDS):
+                elif not opcode.endswith(_ENDS):
                     self._other(found)
         for (_, chain), started in self._chains.items():
             if not started:
@@ -317,7 +318,7 @@ class Collector:
     def _other(self, found: Instruction) -> None:
         """Findings for communication that is none of `KINDS`."""
         opcode = found.opcode
-        if opcode in ("send", "recv"):
+        if opcode in _TRANSFERS:
             if "is_host_transfer=true" not in found.attributes_text or any(
                 target in found.attributes_text for target in _HOST_TARGETS
             ):

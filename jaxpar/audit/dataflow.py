@@ -7,7 +7,7 @@ gets too long, or that meets a computation called from several places, ends in "
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxpar.audit.reader import Computation, Instruction, Module, Operand
 from jaxpar.audit.shape import integer
@@ -17,6 +17,9 @@ MAX_STEPS = 200
 
 MAX_DEPTH = 16
 """Loops within loops that are looked through for a value that none of them changes."""
+
+NARROW = ("bf16", "f16", "s16", "u16")
+"""Element types that a CPU does not communicate as they are."""
 
 SAME_VALUE = frozenset({"copy", "bitcast", "reshape", "copy-start", "copy-done", "opt-barrier"})
 """Opcodes whose result is their first operand, element by element."""
@@ -36,30 +39,27 @@ class Place:
 
 
 class Dataflow:
-    """Answers about one module; remembers who calls and who uses whom."""
+    """Answers about one module; `callers` are those outside inert computations.
+
+    `narrow`: whether the text has any 16-bit type.
+    """
 
     def __init__(self, module: Module) -> None:
         self.module = module
         self.callers: dict[str, list[tuple[Computation, Instruction]]] = {}
-        for computation in module.computations.values():
-            for found in computation.instructions.values():
+        for computation in module.active:
+            for found in computation.calling:
                 # An asynchronous call is printed up to three times and runs where it starts.
-                called = () if found.opcode.endswith(("-done", "-update")) else found.called
-                for _, name in called:
-                    self.callers.setdefault(name, []).append((computation, found))
-        self._users: dict[str, dict[str, list[Instruction]]] = {}
+                if not found.opcode.endswith(("-done", "-update")):
+                    for _, name in found.called:
+                        self.callers.setdefault(name, []).append((computation, found))
+        self.narrow = any(f"{dtype}[" in module.text for dtype in NARROW)
         self._invariant: dict[tuple[str, int], bool] = {}
         self._depth = 0
 
     def users(self, computation: Computation, name: str) -> list[Instruction]:
         """Instructions of `computation` that read the value `name`."""
-        if computation.name not in self._users:
-            users: dict[str, list[Instruction]] = {}
-            for found in computation.instructions.values():
-                for read in {operand.name for operand in found.operands}:
-                    users.setdefault(read, []).append(found)
-            self._users[computation.name] = users
-        return self._users[computation.name].get(name, [])
+        return computation.users.get(name, [])
 
     def origin(
         self, place: Place, *, through: Collection[str] = SAME_VALUE, stop: str = ""
@@ -158,4 +158,6 @@ class Dataflow:
 
 
 def _at(place: Place, operand: Operand, path: tuple[int, ...]) -> Place:
-    return replace(place, operand=replace(operand, path=(*operand.path, *path)))
+    if path or operand.path:
+        operand = Operand(name=operand.name, path=(*operand.path, *path))
+    return Place(computation=place.computation, operand=operand, calls=place.calls)

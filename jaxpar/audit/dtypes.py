@@ -27,7 +27,7 @@ def program_dtype(
     before and after; anything else when it is converted before, or by everybody after.
     """
     arrays = list(leaves(results))
-    if platform not in ("cpu", "unknown"):
+    if platform not in ("cpu", "unknown") or not flow.narrow:
         return "+".join(dict.fromkeys(array.dtype for array in arrays))
     reduces = found.opcode.removesuffix("-start") in _REDUCTIONS
     promoted = found.attributes.get("to_apply", "").endswith("_promoted")
@@ -76,6 +76,8 @@ def _after(flow: Dataflow, computation: Computation, value: Operand, wire: str) 
                 todo.append((place, user.name, path))
             elif user.opcode == "fusion" and len(user.called) == 1:
                 callee = flow.module.computations.get(user.called[0][1])
+                if callee is not None and not callee.mentions(" convert("):
+                    return None
                 for number, operand in enumerate(user.operands):
                     if operand.name == name and callee and number in callee.parameters:
                         todo.append((callee, callee.parameters[number].name, path))

@@ -59,9 +59,9 @@ ANY = Count(low=0, high=None)
 class Execution:
     """The answer for a module.
 
-    `counts` holds every computation that can run; `unknown_loops` the loops whose number of trips
-    the text does not tell; `missing` the computations that are called and not in the text; `waits`
-    the computations that run inside an asynchronous start.
+    `counts` holds every computation that can run and is not inert; `unknown_loops` the loops whose
+    number of trips the text does not tell; `missing` the computations that are called and not in
+    the text; `waits` the computations that run inside an asynchronous start.
     """
 
     counts: Mapping[str, Count]
@@ -75,8 +75,8 @@ def execution(module: Module, flow: Dataflow) -> Execution:
 
     Without an ENTRY, whatever nobody calls is taken to run once (and the module has a problem).
     """
-    called = {name for name in flow.callers if name in module.computations}
-    roots = [name for name in module.computations if name not in called]
+    called = flow.callers.keys()
+    roots = [found.name for found in module.active if found.name not in called]
     if module.entry is not None:
         roots = [module.entry.name]
     counts = dict.fromkeys(roots, ONCE)
@@ -85,10 +85,12 @@ def execution(module: Module, flow: Dataflow) -> Execution:
     waits: set[str] = set()
     for computation in _callers_first(module, roots):
         count = counts.get(computation.name, NEVER)
-        for found in computation.instructions.values():
+        for found in computation.calling:
             for name, times in _calls(found, computation, flow, unknown):
                 if name not in module.computations:
                     missing[name] = None
+                    continue
+                if module.computations[name].inert:
                     continue
                 counts[name] = counts.get(name, NEVER) + count * times
                 if found.opcode.endswith("-start") or computation.name in waits:
@@ -219,7 +221,7 @@ def _calls(
     found: Instruction, computation: Computation, flow: Dataflow, unknown: list[Instruction]
 ) -> Iterator[tuple[str, Count]]:
     """(computation, how often per execution of `found`) for everything `found` runs."""
-    if not found.called or found.opcode.endswith(("-done", "-update")):
+    if found.opcode.endswith(("-done", "-update")):
         return  # started once, printed up to three times
     if found.opcode == "while":
         trips = trip_count(found, computation, flow)
@@ -261,7 +263,9 @@ def _callers_first(module: Module, roots: list[str]) -> list[Computation]:
                 todo.pop()
                 done[computation.name] = True
                 finished.append(computation)
-            elif callee in module.computations and callee not in done:
+            elif callee not in module.computations or module.computations[callee].inert:
+                continue
+            elif callee not in done:
                 enter(callee)
             elif done.get(callee) is False:
                 raise AuditError(
@@ -272,7 +276,7 @@ def _callers_first(module: Module, roots: list[str]) -> list[Computation]:
 
 
 def _callees(computation: Computation) -> Iterator[str]:
-    return (name for found in computation.instructions.values() for _, name in found.called)
+    return (name for found in computation.calling for _, name in found.called)
 
 
 def _checked(low: int, high: int | None) -> Count:

@@ -1,139 +1,113 @@
-"""Reads the text of an HLO module, one line at a time, into a light tree. Executes nothing.
+"""Reads the text of an HLO module into computations of instructions. Executes nothing.
 
-Tolerant of what differs between XLA versions and backends (operands with or without types, names
-with or without `%`, a missing header, elided get-tuple-elements) and strict about what is missing:
-whatever cannot be read is kept in `Module.problems`, because a number that silently leaves
-something out is worse than none. Time is linear in the text: an instruction is cut into its name,
-type, opcode, operands and attributes, and each of these is looked into only when somebody asks.
+Strict about what is missing: whatever cannot be read is kept in `Module.problems`, because a number
+that silently leaves something out is worse than none. Time is linear in the text, and most of it is
+never looked at: the text is cut into computations, and of these only the ones are read that can
+communicate. Those called only as a fusion or for elements, and without any sign of communication,
+are `inert`; they are read when somebody asks for their instructions.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from jaxpar.audit.shape import Shape, close, integer, parse_shape
+from jaxpar.audit.instruction import Instruction, Operand, name_on, parse, split_top
+from jaxpar.audit.shape import integer
 from jaxpar.errors import AuditError
 
-CALL_KEYS = (
-    "calls",
-    "to_apply",
-    "condition",
-    "body",
-    "branch_computations",
-    "true_computation",
-    "false_computation",
-    "called_computations",
-)
-"""Attributes by which an instruction names computations it runs."""
+__all__ = ["Computation", "Instruction", "Module", "Operand", "read_hlo"]
 
 MAX_PROBLEMS = 20
 """Unreadable lines that are described one by one; further ones are only counted."""
 
-_PLAIN = re.compile(  # an instruction without a tuple type and without brackets among its operands
-    r"\s*(ROOT\s+)?%?([^\s=]+)\s+=\s+([a-z]\w*\[[^\[\]]*\](?:\{[^{}]*\})?)\s+"
-    r"([a-z][\w\-]*)\(([^()\"]*)\)(.*)",
-    re.DOTALL,
-)
-_START = re.compile(r"\s*(ROOT\s+)?%?([^\s=]+)\s+=\s+")
-_TYPE_WORD = re.compile(r"[^\s(\[{]*")
-_OPCODE = re.compile(r"\s+([a-z][\w\-]*)\(")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{", re.DOTALL)
-_TOKENS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[()\[\]{},]', re.DOTALL)
-_NAME = re.compile(r"%?([^\s%,{}()]+)")
+_DEFINITION = re.compile(r"\s*(?:ROOT\s+)?%?[^\s=]+\s+=\s+")
 _QUOTED = r'"((?:[^"\\]++|\\.)*+)(?:"|\\?\Z)'  # never fails after its first quote: linear
-_NESTED = re.compile(r"[\[({\"]")
-_OP_NAME = re.compile(rf"\bop_name={_QUOTED}", re.DOTALL)
 _FIELD = re.compile(rf"\b(\w++)=(?:{_QUOTED}|(\d{{1,18}}))", re.DOTALL)
+_FRAME = re.compile(r"\bstack_frame_id=(\d{1,9})[ }]")
 _TABLE_ROW = re.compile(rf"(\d{{1,9}})\s+(?:{_QUOTED}|\{{(.*)\}})", re.DOTALL)
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-_TRANSPOSED = re.compile(r'op_name="[^"]*transpose\(')
+_USED = re.compile(r"%([^\s,(){}=\"#]+)")
+_DEFINED = re.compile(r"%(\S+)\s+= ")
 _UNPARTITIONED = re.compile(
     r'custom_call_target="(?:xla\.sdy\.|Sharding"|SPMDFullToShardShape"|SPMDShardToFullShape")'
     r"|xla\.sdy\.(?:sharding|meshes|manual_axes)="
 )
 _PLATFORM_MARKS = (
-    ("gpu", '"operation_queue_id"'),
     ("tpu", '"flag_configs"'),
+    ("gpu", '"operation_queue_id"'),
     ("cpu", '"outer_dimension_partitions"'),
 )
+_COMMUNICATES = ("replica_groups=", "source_target_pairs=", "channel_id=", "AsyncCollective")
+_OPCODES = (" all-", " collective-", " ragged-", " reduce-scatter")
+_FOR_ELEMENTS = "to_apply"  # of everything but a call
 _OWN_FRAMES = ("jaxpar/collectives.py",)  # the caller is what a reader wants to see
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operand:
-    """A value an instruction reads; `path` is not empty where HLO elides get-tuple-elements."""
-
-    name: str
-    path: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Instruction:
-    """One line of a computation. Reading `shape`, `operands` may raise AuditError."""
-
-    name: str
-    opcode: str
-    type_text: str
-    operands_text: str
-    attributes_text: str
-    line: int
-    is_root: bool
-
-    @cached_property
-    def shape(self) -> Shape:
-        return parse_shape(self.type_text)
-
-    @cached_property
-    def operands(self) -> tuple[Operand, ...]:
-        if self.opcode in ("constant", "parameter", "iota"):
-            return ()
-        text = self.operands_text
-        parts = split_top(text) if _NESTED.search(text) else text.split(",")
-        return tuple(_operand(words[-1]) for words in map(str.split, parts) if words)
-
-    @cached_property
-    def attributes(self) -> Mapping[str, str]:
-        """Attribute text by name, brackets and quotes as printed; the first of a name counts."""
-        found: dict[str, str] = {}
-        previous = ""
-        for part in split_top(self.attributes_text):
-            key, equals, value = part.strip().partition("=")
-            if key == "device_ids" and previous == "replica_groups":
-                found[previous] += ", " + part.strip()  # `mesh['a'=8], device_ids=(…) {'a'}`
-            elif equals and key not in found:
-                found[key] = value
-                previous = key
-        return found
-
-    @cached_property
-    def called(self) -> tuple[tuple[str, str], ...]:
-        """(attribute, computation name) for each computation this instruction runs, in order."""
-        if not any(key in self.attributes_text for key in CALL_KEYS):
-            return ()
-        return tuple(
-            (key, name)
-            for key in CALL_KEYS
-            if key in self.attributes
-            for name in _NAME.findall(self.attributes[key])
-        )
-
-    @cached_property
-    def op_name(self) -> str:
-        """The path JAX gave the operation while tracing; "" when there is none."""
-        found = _OP_NAME.search(self.attributes.get("metadata", ""))
-        return found[1] if found else ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Computation:
-    """Instructions by name, in the order printed (the schedule, in a scheduled module)."""
+    """Instructions by name, in the order printed (the schedule, in a scheduled module).
 
-    name: str
-    is_entry: bool
-    instructions: dict[str, Instruction] = field(default_factory=dict)
+    `line` is where its header stands. `inert` ones neither communicate nor decide what does.
+    """
+
+    def __init__(self, name: str, text: str, start: int, end: int, line: int) -> None:
+        self.name = name
+        self.line = line
+        self.inert = True
+        self.start = start
+        self.end = end
+        self._text = text
+
+    @cached_property
+    def _read(self) -> tuple[dict[str, Instruction], list[str]]:
+        instructions: dict[str, Instruction] = {}
+        problems = []
+        lines = self._text[self.start : self.end].split("\n")
+        for number, line in enumerate(lines, self.line):
+            if not line or line.isspace():
+                continue
+            found = parse(line.rstrip(), number)
+            if found is None:
+                problems.append(_problem(number, "is no instruction", line))
+                continue
+            if found.name in instructions:
+                problems.append(_problem(number, "defines a value a second time", line))
+            instructions[found.name] = found
+        return instructions, problems
+
+    @cached_property
+    def calling(self) -> list[Instruction]:
+        """The instructions that run other computations."""
+        return [
+            found
+            for found in self.instructions.values()
+            if _may_call(found.attributes_text) and found.called
+        ]
+
+    def mentions(self, word: str) -> bool:
+        """Whether the text of this computation holds `word`; reads nothing."""
+        return self._text.find(word, self.start, self.end) >= 0
+
+    @property
+    def instructions(self) -> dict[str, Instruction]:
+        return self._read[0]
+
+    @property
+    def problems(self) -> list[str]:
+        return self._read[1]
+
+    @cached_property
+    def users(self) -> Mapping[str, list[Instruction]]:
+        """Who reads a value, by its name; also of names that no line defines."""
+        users: dict[str, list[Instruction]] = {}
+        for found in self.instructions.values():
+            for read in found.reads:
+                users.setdefault(read, []).append(found)
+        return users
 
     @cached_property
     def root(self) -> Instruction | None:
@@ -161,6 +135,7 @@ class Module:
     """
 
     name: str
+    text: str
     header: Mapping[str, str] | None
     computations: Mapping[str, Computation]
     entry: Computation | None
@@ -189,34 +164,74 @@ class Module:
             return None
         return max(1, integer(self.header.get(key, "1"), key))
 
-    def find(self, *words: str) -> Iterator[tuple[Computation, Instruction]]:
-        """Instructions whose line contains one of `words`, which is cheaper than reading all.
+    @cached_property
+    def active(self) -> list[Computation]:
+        """Computations that are not inert, in the order printed."""
+        return [found for found in self.computations.values() if not found.inert]
 
-        The words may stand anywhere in the line: look at the opcode of what comes back.
+    def find(self, *words: str) -> Iterator[tuple[Computation, Instruction]]:
+        """Instructions whose line contains one of `words`, in the order printed.
+
+        A search of the text, cheaper than reading it. The words may stand anywhere in the line:
+        look at the opcode of what comes back.
         """
-        for computation in self.computations.values():
-            for found in computation.instructions.values():
-                texts = (f" {found.opcode}({found.operands_text})", found.attributes_text)
-                if any(word in text for word in words for text in texts):
-                    yield computation, found
+        starts = set()
+        for word in words:
+            for offset in _occurrences(self.text, word):
+                starts.add(self.text.rfind("\n", 0, offset) + 1)
+        homes = list(self.computations.values())
+        ends = [home.end for home in homes]
+        for start in sorted(starts):
+            at = bisect_right(ends, start)
+            if at < len(homes) and homes[at].start <= start:
+                found = homes[at].instructions.get(name_on(self.text, start))
+                if found is not None:
+                    yield homes[at], found
 
     def undefined(self) -> list[str]:
-        """Values that are read and made by no line: lines are missing from the middle."""
-        return [
-            f"{operand.name} (read on line {found.line})"
-            for computation in self.computations.values()
-            for found in computation.instructions.values()
-            for operand in found.operands
-            if operand.name not in computation.instructions
+        """Values that are read and made by no line: lines are missing from the middle.
+
+        A fusion's body is looked at only where the backend fuses communication, which CPUs never
+        do and GPUs in custom fusions only.
+        """
+        missing = [
+            f"{name} (read on line {users[0].line})"
+            for computation in self.active
+            for name, users in computation.users.items()
+            if name not in computation.instructions
         ]
+        if self.platform == "cpu":
+            return missing
+        for computation in self.computations.values():
+            if not computation.inert:
+                continue
+            used = set(_USED.findall(self.text, computation.start, computation.end))
+            used.difference_update(_DEFINED.findall(self.text, computation.start, computation.end))
+            if used and not used <= self.computations.keys():
+                missing += [
+                    f"{name} (read on line {users[0].line})"
+                    for name, users in computation.users.items()
+                    if name not in computation.instructions
+                ]
+        return missing
 
     def source_of(self, instruction: Instruction) -> str | None:
         """`file:line` of the innermost frame that is not jaxpar's own collectives, if recorded."""
-        fields = _fields(instruction.attributes.get("metadata", ""))
-        if "stack_frame_id" not in fields:
+        metadata = instruction.attributes.get("metadata", "")
+        frame = _FRAME.search(metadata)
+        if frame is None:
+            fields = _fields(metadata)
             return _place(fields.get("source_file", ""), fields.get("source_line", ""))
+        if frame[1] not in self._places:
+            self._places[frame[1]] = self._place_of(int(frame[1]))
+        return self._places[frame[1]]
+
+    @cached_property
+    def _places(self) -> dict[str, str | None]:
+        return {}
+
+    def _place_of(self, frame: int) -> str | None:
         best = None
-        frame = _id(fields, "stack_frame_id")
         for _ in range(100):
             row = _fields(self.tables["StackFrames"].get(frame, ""))
             at = _id(row, "file_location_id")
@@ -232,74 +247,52 @@ class Module:
         return best
 
 
-def split_top(text: str) -> list[str]:
-    """`text` cut at its commas outside brackets and quotes. Linear."""
-    parts = []
-    depth = start = 0
-    for token in _TOKENS.finditer(text):
-        first = text[token.start()]
-        if first in "([{":
-            depth += 1
-        elif first in ")]}":
-            depth -= 1
-        elif first == "," and depth == 0:
-            parts.append(text[start : token.start()])
-            start = token.end()
-    parts.append(text[start:])
-    return [part for part in parts if part and not part.isspace()]
-
-
-def read_hlo(lines: Iterable[str]) -> Module:
-    """The module that `lines` print. AuditError when they are not HLO at all, or two modules."""
-    reader = _Reader()
-    for number, line in enumerate(lines, 1):
-        reader.take(line.rstrip(), number)
+def read_hlo(text: str | Iterable[str]) -> Module:
+    """The module that a text, or its lines, prints. AuditError for no HLO and for two modules."""
+    if not isinstance(text, str):
+        text = "\n".join(line.rstrip("\n") for line in text)
+    if "\r" in text:
+        text = text.replace("\r\n", "\n")
+    reader = _Reader(text)
+    reader.cut()
     return reader.finish()
 
 
 class _Reader:
-    """Where in the text we are, and what was found so far."""
+    """Cuts a text into computations, and finds out which of them matter."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        self.text = text
         self.name = ""
         self.header: dict[str, str] | None = None
         self.computations: dict[str, Computation] = {}
         self.entry: Computation | None = None
         self.tables: dict[str, dict[int, str]] = {table: {} for table in _TABLES}
-        self.platform = "unknown"
-        self.differentiated = False
-        self.unpartitioned = 0
+        self.platform = next((name for name, mark in _PLATFORM_MARKS if mark in text), "unknown")
         self.problems: list[str] = []
-        self.current: Computation | None = None
         self.table = ""
 
-    def take(self, line: str, number: int) -> None:
-        if not line:
-            return
-        if self.current is not None:
-            if line.lstrip().startswith("}"):
-                self.current = None
-            else:
-                self._instruction(self.current, line, number)
-        elif line.startswith("HloModule"):
-            self._module(line, number)
-        elif line in self.tables:
-            self.table = line
-        elif self.table and (row := _TABLE_ROW.match(line)):
-            self.tables[self.table][int(row[1])] = row[2] if row[2] is not None else row[3]
-        elif line.endswith("{") and (found := _COMPUTATION.fullmatch(line)):
-            self._computation(found[2], bool(found[1]), number)
-        elif line.startswith("}") or _START.match(line):
-            self._problem(number, "stands outside any computation", line)
-        elif line.lstrip().startswith(("module @", "module {", "#loc", "func.func")):
-            raise AuditError(
-                f"Line {number} is StableHLO (MLIR), which is not compiled and has no final "
-                "collectives. Pass the Lowered itself, or compiled.as_text()."
-            )
+    def cut(self) -> None:
+        """Through the lines outside computations, over the computations themselves."""
+        text, at, number = self.text, 0, 0
+        while at < len(text):
+            end = text.find("\n", at)
+            end = len(text) if end < 0 else end
+            line = text[at:end].rstrip()
+            number += 1
+            at = end + 1
+            if line.endswith("{") and (found := _COMPUTATION.fullmatch(line)):
+                body_end = text.find("\n}", end)
+                if body_end < 0:
+                    body_end = len(text)
+                    self.problems.append(f"the text ends inside computation {found[2]!r}")
+                self._computation(found[2], bool(found[1]), end, body_end, number)
+                number += text.count("\n", end, body_end) + 1
+                at = text.find("\n", body_end + 1) + 1 or len(text)
+            elif line:
+                self._outside(line, number)
 
     def finish(self) -> Module:
-        if self.current is not None:
-            self.problems.append(f"the text ends inside computation {self.current.name!r}")
         if not self.computations:
             raise AuditError(
                 "This text holds no HLO computation. Give what compiled.as_text() prints, or a "
@@ -307,23 +300,40 @@ class _Reader:
             )
         if self.entry is None:
             self.problems.append("there is no ENTRY computation")
+        self._activate()
+        for computation in self.computations.values():
+            if not computation.inert:
+                self.problems += computation.problems
         if len(self.problems) > MAX_PROBLEMS:
             more = len(self.problems) - MAX_PROBLEMS
             self.problems[MAX_PROBLEMS:] = [f"and {more} more"]
         return Module(
             name=self.name,
+            text=self.text,
             header=self.header,
             computations=self.computations,
             entry=self.entry,
             tables=self.tables,
             platform=self.platform,
-            differentiated=self.differentiated,
-            unpartitioned=self.unpartitioned,
+            differentiated=self._is_differentiated(),
+            unpartitioned=self._unpartitioned(),
             problems=tuple(self.problems),
         )
 
-    def _problem(self, number: int, what: str, line: str) -> None:
-        self.problems.append(f"line {number} {what}: {line.strip()[:60]!r}")
+    def _outside(self, line: str, number: int) -> None:
+        if line.startswith("HloModule"):
+            self._module(line, number)
+        elif line in self.tables:
+            self.table = line
+        elif self.table and (row := _TABLE_ROW.match(line)):
+            self.tables[self.table][int(row[1])] = row[2] if row[2] is not None else row[3]
+        elif line.startswith("}") or _DEFINITION.match(line):
+            self.problems.append(_problem(number, "stands outside any computation", line))
+        elif line.lstrip().startswith(("module @", "module {", "#loc", "func.func")):
+            raise AuditError(
+                f"Line {number} is StableHLO (MLIR), which is not compiled and has no final "
+                "collectives. Pass the Lowered itself, or compiled.as_text()."
+            )
 
     def _module(self, line: str, number: int) -> None:
         if self.header is not None or self.computations:
@@ -335,92 +345,100 @@ class _Reader:
         self.name = name.strip()
         pairs = (part.strip().partition("=") for part in attributes)
         self.header = {key: value for key, _, value in pairs}
-        if _UNPARTITIONED.search(line) and not self._is_scheduled():
-            self.unpartitioned = self.unpartitioned or number
 
-    def _computation(self, name: str, is_entry: bool, number: int) -> None:
+    def _computation(self, name: str, is_entry: bool, start: int, end: int, number: int) -> None:
         self.table = ""
-        self.current = Computation(name=name, is_entry=is_entry)
         if name in self.computations:
-            self._problem(number, "defines a computation a second time", name)
-        self.computations[name] = self.current
+            self.problems.append(_problem(number, "defines a computation a second time", name))
+            del self.computations[name]  # the order stays that of the text
+        computation = Computation(name, self.text, start, end, number)
+        self.computations[name] = computation
         if is_entry:
             if self.entry is not None:
-                self._problem(number, "is a second ENTRY", name)
-            self.entry = self.current
+                self.problems.append(_problem(number, "is a second ENTRY", name))
+            self.entry = computation
 
-    def _instruction(self, computation: Computation, line: str, number: int) -> None:
-        found = _parse(line, number)
-        if found is None:
-            self._problem(number, "is no instruction", line)
-            return
-        if found.name in computation.instructions:
-            self._problem(number, "defines a value a second time", line)
-        computation.instructions[found.name] = found
-        rest = found.attributes_text
-        if not self.differentiated and "transpose(" in rest and _TRANSPOSED.search(rest):
-            self.differentiated = True
-        if not self.unpartitioned and self._asks_for_partitioning(found):
-            self.unpartitioned = number
-        if self.platform == "unknown" and "backend_config=" in rest:
-            for platform, mark in _PLATFORM_MARKS:
-                if mark in rest:
-                    self.platform = platform
+    def _activate(self) -> None:
+        """Mark what is not inert: what runs as a whole, and whatever shows communication."""
+        computations = list(self.computations.values())
+        ends = [computation.end for computation in computations]
+        todo = [computations] if self.entry is None else [[self.entry]]
+        # A CPU never fuses communication; a text without these attributes is damaged.
+        for word in _COMMUNICATES if self.platform == "cpu" else _COMMUNICATES + _OPCODES:
+            for offset in _occurrences(self.text, word):
+                at = bisect_right(ends, offset)
+                if at < len(ends) and computations[at].start <= offset and computations[at].inert:
+                    todo.append([computations[at]])
+        while todo:
+            for computation in todo.pop():
+                if computation.inert:
+                    computation.inert = False
+                    todo.append(list(self._runs(computation)))
 
-    def _asks_for_partitioning(self, found: Instruction) -> bool:
-        """Whether XLA's partitioner has not yet seen this instruction."""
-        rest = found.attributes_text
-        if found.opcode == "custom-call":
-            return _UNPARTITIONED.search(rest) is not None
-        if self._is_scheduled():
-            return False  # final; a program for one device keeps annotations nobody has to read
-        if "xla.sdy." in rest:
-            return _UNPARTITIONED.search(rest) is not None
-        if "sharding={" not in rest or found.opcode in ("parameter", "tuple"):
-            return False  # the partitioner leaves annotations on what enters and leaves
-        return "sharding" in found.attributes
+    def _runs(self, computation: Computation) -> Iterator[Computation]:
+        """The computations that this one runs, but for fusions and functions of elements."""
+        for found in computation.calling:
+            if found.opcode == "fusion":
+                continue
+            for key, name in found.called:
+                if name in self.computations and (key != _FOR_ELEMENTS or found.opcode == "call"):
+                    yield self.computations[name]
 
-    def _is_scheduled(self) -> bool:
-        return self.header is not None and self.header.get("is_scheduled") == "true"
+    def _is_differentiated(self) -> bool:
+        """Whether an op_name speaks of a transposition; the opcode has a blank before it."""
+        for offset in _occurrences(self.text, "transpose("):
+            if self.text[offset - 1 : offset] != " ":
+                start = self.text.rfind("\n", 0, offset) + 1
+                name = self.text.rfind('op_name="', start, offset)
+                if name >= 0 and '"' not in self.text[name + 9 : offset]:
+                    return True
+        return False
+
+    def _unpartitioned(self) -> int:
+        """The first line that XLA's partitioner has not yet seen, or 0."""
+        scheduled = self.header is not None and self.header.get("is_scheduled") == "true"
+        # A final program for one device keeps annotations, which nobody has to read any more.
+        words = ["custom_call_target="] if scheduled else ["custom_call_target=", "xla.sdy."]
+        offsets = sorted(
+            offset
+            for word in words
+            for offset in _occurrences(self.text, word)
+            if _UNPARTITIONED.match(self.text, offset)
+        )
+        if not scheduled:
+            for offset in _occurrences(self.text, "sharding={"):
+                start = self.text.rfind("\n", 0, offset) + 1
+                end = self.text.find("\n", offset)
+                found = parse(self.text[start : end if end >= 0 else None], 0)
+                # The partitioner leaves annotations on what enters and leaves.
+                leaves = found is None or found.opcode in ("parameter", "tuple")
+                if found and not leaves and "sharding" in found.attributes:
+                    offsets.append(offset)
+                    break
+        return self.text.count("\n", 0, min(offsets)) + 1 if offsets else 0
 
 
-def _parse(line: str, number: int) -> Instruction | None:
-    if plain := _PLAIN.fullmatch(line):
-        root, name, type_text, opcode, operands, attributes = plain.groups()
-    else:
-        start = _START.match(line)
-        if not start:
-            return None
-        root, name = start.groups()
-        at = start.end()
-        word = _TYPE_WORD.match(line, at)
-        end = word.end() if word else at
-        while 0 <= end < len(line) and line[end] in "([{":
-            end = close(line, end)
-        if end < 0 or not (opening := _OPCODE.match(line, end)):
-            return None
-        type_text, opcode = line[at:end], opening[1]
-        end = close(line, opening.end() - 1)
-        if end < 0:
-            return None
-        operands, attributes = line[opening.end() : end - 1], line[end:]
-    return Instruction(
-        name=name,
-        opcode=opcode,
-        type_text=type_text,
-        operands_text=operands,
-        attributes_text=attributes,
-        line=number,
-        is_root=root is not None,
+def _may_call(text: str) -> bool:
+    """Whether attributes may name computations; in place of a loop, for every line comes here."""
+    return (
+        "calls=" in text
+        or "to_apply=" in text
+        or "condition=" in text
+        or "body=" in text
+        or "computations=" in text
+        or "_computation=" in text
     )
 
 
-def _operand(word: str) -> Operand:
-    name = word.rpartition("*/")[2].removeprefix("%")  # `/*index=5*/%name`
-    if "#" not in name:
-        return Operand(name=name)
-    name, *path = name.split("#")
-    return Operand(name=name, path=tuple(integer(step, f"operand {word}") for step in path))
+def _occurrences(text: str, word: str) -> Iterator[int]:
+    at = text.find(word)
+    while at >= 0:
+        yield at
+        at = text.find(word, at + len(word))
+
+
+def _problem(number: int, what: str, line: str) -> str:
+    return f"line {number} {what}: {line.strip()[:60]!r}"
 
 
 def _fields(text: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 _ELEMENT = re.compile(r"([A-Za-z]\w*)\[([^\[\]]*)\]")
 _OPENING = re.compile(r"(?:[A-Za-z]\w*)?\(")  # a buffer prints as b(f32[2])
 _SKIP = re.compile(r"(?:[\s,]+|/\*[^*]*\*/)+")
+_MAX_REMEMBERED = 200  # characters
 _BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[()\[\]{}]', re.DOTALL)
 
 
@@ -87,6 +89,10 @@ def bit_width(dtype: str) -> int:
 
 def parse_shape(text: str) -> Shape:
     """The type that `text` prints; layouts and index comments are dropped. AuditError if none."""
+    return _remembered(text) if len(text) <= _MAX_REMEMBERED else _parsed(text)
+
+
+def _parsed(text: str) -> Shape:
     stack: list[list[Shape]] = [[]]
     at = 0
     while at < len(text):
@@ -116,6 +122,9 @@ def parse_shape(text: str) -> Shape:
     if len(stack) != 1 or len(stack[0]) != 1:
         raise _unreadable(text, "its brackets do not close around one type")
     return stack[0][0]
+
+
+_remembered = functools.lru_cache(maxsize=1 << 12)(_parsed)  # few types, many times each
 
 
 def leaves(shape: Shape) -> Iterator[Array]:

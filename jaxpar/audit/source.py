@@ -6,13 +6,14 @@ kill the process on text that it did not print.
 
 from __future__ import annotations
 
+import gc
 import gzip
-import io
 import math
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,6 @@ from jaxpar.errors import AuditError
 
 MAX_TEXT_BYTES = 1 << 29
 """Largest HLO text that is read, decompressed: 512 MiB, a hundred times a large program."""
-
-MAX_LINE_BYTES = 1 << 26
-"""Longest line that is read, 64 MiB; XLA's longest print whole constants."""
 
 _CHUNK = 1 << 22
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
@@ -53,8 +51,8 @@ def audit(thing: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Audit:
         if args or kwargs:
             raise AuditError("A text or path takes no further arguments; give the function itself.")
         if isinstance(thing, str) and ("\n" in thing or thing.startswith("HloModule")):
-            return _audit(_text_lines(thing), axes)
-        return _audit(_file_lines(Path(thing)), axes)
+            return _audit(_checked_text(thing), axes)
+        return _audit(_file_text(Path(thing)), axes)
     compiled = _compiled(thing, args, kwargs)
     text = compiled.as_text()
     if not text:
@@ -68,17 +66,18 @@ def audit(thing: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Audit:
     devices = (device for sharding in shardings for device in sharding.device_set)
     device = next(devices, None)
     platform = _PLATFORMS.get(device.platform, device.platform) if device else None
-    return _audit(_text_lines(text), axes, platform=platform, memory=_memory(compiled))
+    return _audit(_checked_text(text), axes, platform=platform, memory=_memory(compiled))
 
 
 def _audit(
-    lines: Iterable[str],
+    text: str,
     mesh: dict[str, int] | None,
     *,
     platform: str | None = None,
     memory: Memory | None = None,
 ) -> Audit:
-    reading, problems = read(lines, mesh, platform=platform)
+    with _collector_off():
+        reading, problems = read(text, mesh, platform=platform)
     return Audit(
         program=Program(
             name=reading.module.name,
@@ -95,10 +94,10 @@ def _audit(
 
 
 def read(
-    lines: Iterable[str], mesh: dict[str, int] | None, *, platform: str | None = None
+    text: str | Iterable[str], mesh: dict[str, int] | None, *, platform: str | None = None
 ) -> tuple[Reading, list[Finding]]:
-    """The module that `lines` print, with its collectives, and what stands in a reader's way."""
-    module = read_hlo(lines)
+    """The module that a text, or its lines, prints, with its collectives; and what is missing."""
+    module = read_hlo(text)
     if module.unpartitioned:
         raise AuditError(
             f"Line {module.unpartitioned} still awaits XLA's partitioner, so the text does not "
@@ -137,6 +136,18 @@ def read(
     return reading, [*incomplete, *collector.findings]
 
 
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """No garbage collection: it would walk, again and again, a growing tree that all lives."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _devices(module: Module, mesh: dict[str, int] | None) -> int | None:
     """How many devices run the module: as it says, or as the mesh has. AuditError if they differ.
 
@@ -158,11 +169,7 @@ def _devices(module: Module, mesh: dict[str, int] | None) -> int | None:
 
 
 def _has_slices(module: Module) -> bool:
-    return any(
-        found.opcode == "send" and "_xla_megascale" in found.attributes_text
-        for computation in module.computations.values()
-        for found in computation.instructions.values()
-    )
+    return any(found.opcode == "send" for _, found in module.find("_xla_megascale"))
 
 
 def _axes(mesh: Any) -> dict[str, int]:
@@ -256,13 +263,13 @@ def _memory(compiled: Any) -> Memory | None:
     )
 
 
-def _text_lines(text: str) -> Iterable[str]:
+def _checked_text(text: str) -> str:
     if len(text) > MAX_TEXT_BYTES:
         raise _too_large("The text")
-    return io.StringIO(text)
+    return text
 
 
-def _file_lines(path: Path) -> Iterator[str]:
+def _file_text(path: Path) -> str:
     if path.suffix == ".pb":
         raise AuditError(f"{path} is a protocol buffer. Give the .txt that XLA writes beside it.")
     try:
@@ -275,34 +282,30 @@ def _file_lines(path: Path) -> Iterator[str]:
             raw.seek(0)
             if zipped:
                 with gzip.open(raw) as stream:
-                    yield from _stream_lines(stream.read, path)
-            else:
-                yield from _stream_lines(raw.read, path)
+                    return _stream_text(stream.read, path)
+            return _stream_text(raw.read, path)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise AuditError(f"{path} is a damaged .gz file ({error}). Copy it again.") from error
     except OSError as error:
         raise AuditError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _stream_lines(read: Callable[[int], bytes], path: Path) -> Iterator[str]:
-    """Lines, with limits on the whole and on each."""
+def _stream_text(read: Callable[[int], bytes], path: Path) -> str:
+    """All of it, as text, with a limit."""
+    chunks = []
     total = 0
-    rest = b""
     while chunk := read(_CHUNK):
         total += len(chunk)
-        if total > MAX_TEXT_BYTES or len(rest) > MAX_LINE_BYTES:
+        if total > MAX_TEXT_BYTES:
             raise _too_large(str(path))
         if b"\0" in chunk:
             raise AuditError(f"{path} is binary. Give HLO text, as compiled.as_text() prints it.")
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.decode("utf-8", "replace")
-    if rest:
-        yield rest.decode("utf-8", "replace")
+        chunks.append(chunk)
+    return b"".join(chunks).decode("utf-8", "replace")
 
 
 def _too_large(what: str) -> AuditError:
     return AuditError(
-        f"{what} has more than {MAX_TEXT_BYTES >> 20} MiB, or a line of more than "
-        f"{MAX_LINE_BYTES >> 20} MiB. Print HLO without large constants, or scan over layers."
+        f"{what} has more than {MAX_TEXT_BYTES >> 20} MiB. Print HLO without large constants, or "
+        "scan over layers."
     )

@@ -169,8 +169,8 @@ def test_split_top():
         ),
         ("%add (x: f32[], y: f32[]) -> f32[] {", "", "outside any computation"),
         ("ENTRY %main", "%main", "no ENTRY"),
-        ("  %x = f32[] parameter(0)", "  what is this", "is no instruction"),
-        ("%x = f32[] parameter(0)", "%y = f32[] parameter(0)", "a second time"),
+        ("  %c = f32[2]{0} constant({1, 2})", "  what is this", "is no instruction"),
+        ("%c = f32[2]{0} constant", "%q = f32[2]{0} constant", "a second time"),
     ],
 )
 def test_damage_is_a_problem(before, after, problem):

@@ -1,0 +1,194 @@
+"""One line of HLO text: cut into its name, type, opcode, operands and attributes.
+
+Tolerant of what differs between XLA versions and backends: operands with or without types, names
+with or without `%`, elided get-tuple-elements. Each part is looked into only when somebody asks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxpar.audit.shape import Shape, close, integer, parse_shape
+
+CALL_KEYS = (
+    "calls",
+    "to_apply",
+    "condition",
+    "body",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+    "called_computations",
+)
+"""Attributes by which an instruction names computations it runs."""
+
+_PLAIN = re.compile(  # an instruction without a tuple type and without brackets among its operands
+    r"\s*(ROOT\s+)?%?([^\s=]+)\s+=\s+([a-z]\w*\[[^\[\]]*\](?:\{[^{}]*\})?)\s+"
+    r"([a-z][\w\-]*)\(([^()\"]*)\)(.*)",
+    re.DOTALL,
+)
+_START = re.compile(r"\s*(ROOT\s+)?%?([^\s=]+)\s+=\s+")
+_TYPE_WORD = re.compile(r"[^\s(\[{]*")
+_OPCODE = re.compile(r"\s+([a-z][\w\-]*)\(")
+_TOKENS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[()\[\]{},]', re.DOTALL)
+_NAME = re.compile(r"%?([^\s%,{}()]+)")
+_READ = re.compile(r"%([^\s,(){}#]+)")
+_QUOTED = r'"((?:[^"\\]++|\\.)*+)(?:"|\\?\Z)'  # never fails after its first quote: linear
+_QUOTE = r'"(?:[^"\\]++|\\.)*+"'
+_TEXT = rf'[^"{{}}]++|{_QUOTE}'
+_VALUE = (  # of an attribute, with braces in braces in braces; whatever is deeper goes the long way
+    rf'[^,{{}}\[\]()"]++|{_QUOTE}|\[[^\[\]"]*+\]|\([^()"]*+\)'
+    rf"|\{{(?:{_TEXT}|\{{(?:{_TEXT}|\{{(?:{_TEXT})*+\}})*+\}})*+\}}"
+)
+_ATTRIBUTE = re.compile(rf", (\w++)=((?:{_VALUE})++)", re.DOTALL)
+_NESTED = re.compile(r"[\[({\"]")
+_OP_NAME = re.compile(rf"\bop_name={_QUOTED}", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A value an instruction reads; `path` is not empty where HLO elides get-tuple-elements."""
+
+    name: str
+    path: tuple[int, ...] = ()
+
+
+class Instruction:
+    """One line of a computation, not to be changed. Reading parts of it may raise AuditError.
+
+    A plain class, since a program has hundreds of thousands of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        opcode: str,
+        type_text: str,
+        operands_text: str,
+        attributes_text: str,
+        line: int,
+        is_root: bool,
+    ) -> None:
+        self.name = name
+        self.opcode = opcode
+        self.type_text = type_text
+        self.operands_text = operands_text
+        self.attributes_text = attributes_text
+        self.line = line
+        self.is_root = is_root
+
+    def __repr__(self) -> str:
+        return f"<{self.name} = {self.type_text} {self.opcode}(…), line {self.line}>"
+
+    @cached_property
+    def shape(self) -> Shape:
+        return parse_shape(self.type_text)
+
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        if self.opcode in ("constant", "parameter", "iota"):
+            return ()
+        text = self.operands_text
+        parts = split_top(text) if _NESTED.search(text) else text.split(",")
+        return tuple(_operand(words[-1]) for words in map(str.split, parts) if words)
+
+    @property
+    def reads(self) -> set[str]:
+        """The names of the operands: what `operands` says, for less."""
+        if "%" in self.operands_text and '"' not in self.operands_text:
+            return set(_READ.findall(self.operands_text))
+        return {operand.name for operand in self.operands}
+
+    @cached_property
+    def attributes(self) -> Mapping[str, str]:
+        """Attribute text by name, brackets and quotes as printed; the first of a name counts."""
+        pairs = _ATTRIBUTE.findall(self.attributes_text)
+        length = sum(len(key) + len(value) + 3 for key, value in pairs)
+        if length == len(self.attributes_text) and "device_ids" not in self.attributes_text:
+            return dict(reversed(pairs))
+        found: dict[str, str] = {}
+        previous = ""
+        for part in split_top(self.attributes_text):
+            key, equals, value = part.strip().partition("=")
+            if key == "device_ids" and previous == "replica_groups":
+                found[previous] += ", " + part.strip()  # `mesh['a'=8], device_ids=(…) {'a'}`
+            elif equals and key not in found:
+                found[key] = value
+                previous = key
+        return found
+
+    @cached_property
+    def called(self) -> tuple[tuple[str, str], ...]:
+        """(attribute, computation name) for each computation this instruction runs, in order."""
+        if not any(key in self.attributes_text for key in CALL_KEYS):
+            return ()
+        return tuple(
+            (key, name)
+            for key in CALL_KEYS
+            if key in self.attributes
+            for name in _NAME.findall(self.attributes[key])
+        )
+
+    @cached_property
+    def op_name(self) -> str:
+        """The path JAX gave the operation while tracing; "" when there is none."""
+        found = _OP_NAME.search(self.attributes.get("metadata", ""))
+        return found[1] if found else ""
+
+
+def split_top(text: str) -> list[str]:
+    """`text` cut at its commas outside brackets and quotes. Linear."""
+    parts = []
+    depth = start = 0
+    for token in _TOKENS.finditer(text):
+        first = text[token.start()]
+        if first in "([{":
+            depth += 1
+        elif first in ")]}":
+            depth -= 1
+        elif first == "," and depth == 0:
+            parts.append(text[start : token.start()])
+            start = token.end()
+    parts.append(text[start:])
+    return [part for part in parts if part and not part.isspace()]
+
+
+def parse(line: str, number: int) -> Instruction | None:
+    """The instruction on a line, or None when there is none."""
+    if plain := _PLAIN.fullmatch(line):
+        root, name, type_text, opcode, operands, attributes = plain.groups()
+    else:
+        start = _START.match(line)
+        if not start:
+            return None
+        root, name = start.groups()
+        at = start.end()
+        word = _TYPE_WORD.match(line, at)
+        end = word.end() if word else at
+        while 0 <= end < len(line) and line[end] in "([{":
+            end = close(line, end)
+        if end < 0 or not (opening := _OPCODE.match(line, end)):
+            return None
+        type_text, opcode = line[at:end], opening[1]
+        end = close(line, opening.end() - 1)
+        if end < 0:
+            return None
+        operands, attributes = line[opening.end() : end - 1], line[end:]
+    return Instruction(name, opcode, type_text, operands, attributes, number, root is not None)
+
+
+def name_on(text: str, start: int) -> str:
+    """The name that the line which starts at `start` defines, "" for none."""
+    found = _START.match(text, start)
+    return found[2] if found else ""
+
+
+def _operand(word: str) -> Operand:
+    name = word.rpartition("*/")[2].removeprefix("%")  # `/*index=5*/%name`
+    if "#" not in name:
+        return Operand(name=name)
+    name, *path = name.split("#")
+    return Operand(name=name, path=tuple(integer(step, f"operand {word}") for step in path))
