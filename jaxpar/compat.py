@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+import re
+from collections.abc import Iterator
 from typing import Any
 
-import jax
+MAX_TABLE_ELEMENTS = 1 << 16
+"""Largest integer constant that is printed where XLA writes `{...}`."""
+
+MAX_CONSTANT_ELEMENTS = 1 << 22
+"""Of all such constants of a module: with more, printing them to find the tables costs too much."""
+
+_CONSTANT = r"^\s*(?:ROOT )?%?(\S+) = ([a-z]\w*)\[([\d,]*)\]\S* constant\("
+_ELIDED = re.compile(_CONSTANT, re.MULTILINE)
+_PRINTED = re.compile(_CONSTANT + r"(?=\{)([^()]*)(?=\))", re.MULTILINE)
+_LEFT_OUT = "{...}"
+_INTEGER = re.compile(r"[su]\d+|pred")
 
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which `x` may differ between devices, inside `shard_map`."""
+    import jax  # here, because `hlo_text` runs in processes that do not need it
+
     aval = jax.typeof(x)
     if hasattr(aval, "mat"):  # JAX ≥ 0.12
         return frozenset(aval.mat.varying)
@@ -20,3 +36,73 @@ def backends_are_up() -> bool:
     from jax._src import xla_bridge
 
     return bool(xla_bridge.backends_are_initialized())
+
+
+def hlo_text(serialized: bytes) -> str:
+    """HLO text of a serialized HloModuleProto, small integer tables in full.
+
+    XLA trusts what it parses and ends the process where it should not have: call this on anybody's
+    file in a child process only. RuntimeError for what it does refuse. Imports no JAX.
+    """
+    module = _hlo().HloModule.from_serialized_hlo_module_proto(serialized)
+    text = module.to_string()
+    return _with_tables(text, _tables_of(text), module)
+
+
+def compiled_text(compiled: Any) -> str | None:
+    """What `compiled.as_text()` says, small integer tables in full; None where it says nothing."""
+    text: str | None = compiled.as_text()
+    tables = _tables_of(text or "")
+    if not text or not tables:
+        return text
+    try:
+        (module,) = compiled.runtime_executable().hlo_modules()
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+        return text  # a backend that keeps no modules, or several programs
+    return _with_tables(text, tables, module)
+
+
+def _hlo() -> Any:
+    return importlib.import_module("jaxlib._hlo")  # has no types
+
+
+def _tables_of(text: str) -> set[str]:
+    """Names of the small integer constants whose values XLA left out."""
+    names: set[str] = set()
+    total = 0
+    for found in _elided(text):
+        elements = math.prod(int(size) for size in found[3].split(",") if size)
+        total += elements
+        if elements <= MAX_TABLE_ELEMENTS and _INTEGER.fullmatch(found[2]):
+            names.add(found[1])
+    return names if total <= MAX_CONSTANT_ELEMENTS else set()
+
+
+def _elided(text: str) -> Iterator[re.Match[str]]:
+    """The beginnings of constants without values: name, type, dimensions."""
+    at = text.find(f"constant({_LEFT_OUT})")
+    while at >= 0:
+        found = _ELIDED.match(text, text.rfind("\n", 0, at) + 1)
+        if found:
+            yield found
+        at = text.find(f"constant({_LEFT_OUT})", at + 1)
+
+
+def _with_tables(text: str, names: set[str], module: Any) -> str:
+    """`text` of an `HloModule` with the values of the constants `names`."""
+    if not names:
+        return text
+    options = _hlo().HloPrintOptions()
+    options.print_large_constants = True
+    values = {
+        found[1]: found[4]
+        for found in _PRINTED.finditer(module.to_string(options))
+        if found[1] in names
+    }
+    pieces = []
+    end = 0
+    for found in _elided(text):
+        if found[1] in values:
+            pieces += [text[end : found.end()], values[found[1]]]
+            end = found.end() + len(_LEFT_OUT)
+    return "".join([*pieces, text[end:]])
