@@ -33,13 +33,16 @@ def program_dtype(
     promoted = found.attributes.get("to_apply", "").endswith("_promoted")
     dtypes = []
     for index, array in enumerate(arrays):
-        before = after = None
-        if array.dtype in _PROMOTED_FROM and index < len(found.operands):
-            before = _before(flow, computation, found.operands[index], array.dtype)
+        if array.dtype not in _PROMOTED_FROM or index >= len(found.operands):
+            dtypes.append(array.dtype)
+            continue
+        before = _before(flow, computation, found.operands[index], array.dtype)
+        after = None
+        if reduces == (before is not None) or promoted:  # else the one answer is enough
             path = (index,) if len(arrays) > 1 else ()
             after = _after(flow, computation, Operand(name=found.name, path=path), array.dtype)
         if promoted:
-            dtypes.append(before or after or _PROMOTED_FROM.get(array.dtype, array.dtype))
+            dtypes.append(before or after or _PROMOTED_FROM[array.dtype])
         elif reduces:
             dtypes.append(before if before and before == after else array.dtype)
         else:
@@ -49,6 +52,9 @@ def program_dtype(
 
 def _before(flow: Dataflow, computation: Computation, operand: Operand, wire: str) -> str | None:
     """The narrower type from which `operand` was converted, if it was."""
+    maker = computation.instructions.get(operand.name)
+    if maker is not None and maker.opcode == "fusion" and not _converts(flow, maker):
+        return None
     end = flow.origin(Place(computation=computation, operand=operand), through=_MOVES)
     if end is None or end.instruction is None or end.instruction.opcode != "convert":
         return None
@@ -75,15 +81,21 @@ def _after(flow: Dataflow, computation: Computation, value: Operand, wire: str) 
             elif user.opcode in _MOVES:
                 todo.append((place, user.name, path))
             elif user.opcode == "fusion" and len(user.called) == 1:
-                callee = flow.module.computations.get(user.called[0][1])
-                if callee is not None and not callee.mentions(" convert("):
+                if not _converts(flow, user):
                     return None
+                callee = flow.module.computations.get(user.called[0][1])
                 for number, operand in enumerate(user.operands):
                     if operand.name == name and callee and number in callee.parameters:
                         todo.append((callee, callee.parameters[number].name, path))
             else:
                 return None
     return found.pop() if len(found) == 1 else None
+
+
+def _converts(flow: Dataflow, fusion: Instruction) -> bool:
+    """Whether a fusion can be a conversion, which its text tells without being read."""
+    callees = (flow.module.computations.get(name) for _, name in fusion.called)
+    return any(callee is not None and callee.mentions(" convert(") for callee in callees)
 
 
 def _narrower(found: Instruction | None, wire: str) -> str | None:

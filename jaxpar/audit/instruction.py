@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from jaxpar.audit.shape import Shape, close, integer, parse_shape
 
@@ -35,6 +34,7 @@ _TYPE_WORD = re.compile(r"[^\s(\[{]*")
 _OPCODE = re.compile(r"\s+([a-z][\w\-]*)\(")
 _TOKENS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[()\[\]{},]', re.DOTALL)
 _NAME = re.compile(r"%?([^\s%,{}()]+)")
+_FUSED = re.compile(r", kind=\w+, calls=%([^\s,(){}]+)(?=,|\Z)")
 _READ = re.compile(r"%([^\s,(){}#]+)")
 _QUOTED = r'"((?:[^"\\]++|\\.)*+)(?:"|\\?\Z)'  # never fails after its first quote: linear
 _QUOTE = r'"(?:[^"\\]++|\\.)*+"'
@@ -59,8 +59,22 @@ class Operand:
 class Instruction:
     """One line of a computation, not to be changed. Reading parts of it may raise AuditError.
 
-    A plain class, since a program has hundreds of thousands of them.
+    Slots and caches by hand, since a program has hundreds of thousands of them.
     """
+
+    __slots__ = (
+        "_attributes",
+        "_called",
+        "_operands",
+        "_shape",
+        "attributes_text",
+        "is_root",
+        "line",
+        "name",
+        "opcode",
+        "operands_text",
+        "type_text",
+    )
 
     def __init__(
         self,
@@ -79,21 +93,25 @@ class Instruction:
         self.attributes_text = attributes_text
         self.line = line
         self.is_root = is_root
+        self._attributes: Mapping[str, str] | None = None
+        self._called: tuple[tuple[str, str], ...] | None = None
+        self._operands: tuple[Operand, ...] | None = None
+        self._shape: Shape | None = None
 
     def __repr__(self) -> str:
         return f"<{self.name} = {self.type_text} {self.opcode}(…), line {self.line}>"
 
-    @cached_property
+    @property
     def shape(self) -> Shape:
-        return parse_shape(self.type_text)
+        if self._shape is None:
+            self._shape = parse_shape(self.type_text)
+        return self._shape
 
-    @cached_property
+    @property
     def operands(self) -> tuple[Operand, ...]:
-        if self.opcode in ("constant", "parameter", "iota"):
-            return ()
-        text = self.operands_text
-        parts = split_top(text) if _NESTED.search(text) else text.split(",")
-        return tuple(_operand(words[-1]) for words in map(str.split, parts) if words)
+        if self._operands is None:
+            self._operands = _operands(self.opcode, self.operands_text)
+        return self._operands
 
     @property
     def reads(self) -> set[str]:
@@ -102,41 +120,62 @@ class Instruction:
             return set(_READ.findall(self.operands_text))
         return {operand.name for operand in self.operands}
 
-    @cached_property
+    @property
     def attributes(self) -> Mapping[str, str]:
         """Attribute text by name, brackets and quotes as printed; the first of a name counts."""
-        pairs = _ATTRIBUTE.findall(self.attributes_text)
-        length = sum(len(key) + len(value) + 3 for key, value in pairs)
-        if length == len(self.attributes_text) and "device_ids" not in self.attributes_text:
-            return dict(reversed(pairs))
-        found: dict[str, str] = {}
-        previous = ""
-        for part in split_top(self.attributes_text):
-            key, equals, value = part.strip().partition("=")
-            if key == "device_ids" and previous == "replica_groups":
-                found[previous] += ", " + part.strip()  # `mesh['a'=8], device_ids=(…) {'a'}`
-            elif equals and key not in found:
-                found[key] = value
-                previous = key
-        return found
+        if self._attributes is None:
+            self._attributes = _attributes(self.attributes_text)
+        return self._attributes
 
-    @cached_property
+    @property
     def called(self) -> tuple[tuple[str, str], ...]:
         """(attribute, computation name) for each computation this instruction runs, in order."""
+        if self._called is None:
+            self._called = self._find_called()
+        return self._called
+
+    def _find_called(self) -> tuple[tuple[str, str], ...]:
+        if self.opcode == "fusion" and (simple := _FUSED.match(self.attributes_text)):
+            return (("calls", simple[1]),)
         if not any(key in self.attributes_text for key in CALL_KEYS):
             return ()
+        attributes = self.attributes
         return tuple(
             (key, name)
             for key in CALL_KEYS
-            if key in self.attributes
-            for name in _NAME.findall(self.attributes[key])
+            if key in attributes
+            for name in _NAME.findall(attributes[key])
         )
 
-    @cached_property
+    @property
     def op_name(self) -> str:
         """The path JAX gave the operation while tracing; "" when there is none."""
         found = _OP_NAME.search(self.attributes.get("metadata", ""))
         return found[1] if found else ""
+
+
+def _operands(opcode: str, text: str) -> tuple[Operand, ...]:
+    if opcode in ("constant", "parameter", "iota"):
+        return ()
+    parts = split_top(text) if _NESTED.search(text) else text.split(",")
+    return tuple(_operand(words[-1]) for words in map(str.split, parts) if words)
+
+
+def _attributes(text: str) -> dict[str, str]:
+    pairs = _ATTRIBUTE.findall(text)
+    length = sum(len(key) + len(value) + 3 for key, value in pairs)
+    if length == len(text) and "device_ids" not in text:
+        return dict(reversed(pairs))
+    found: dict[str, str] = {}
+    previous = ""
+    for part in split_top(text):
+        key, equals, value = part.strip().partition("=")
+        if key == "device_ids" and previous == "replica_groups":
+            found[previous] += ", " + part.strip()  # `mesh['a'=8], device_ids=(…) {'a'}`
+        elif equals and key not in found:
+            found[key] = value
+            previous = key
+    return found
 
 
 def split_top(text: str) -> list[str]:

@@ -9,9 +9,11 @@ are `inert`; they are read when somebody asks for their instructions.
 
 from __future__ import annotations
 
+import gc
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +27,7 @@ MAX_PROBLEMS = 20
 """Unreadable lines that are described one by one; further ones are only counted."""
 
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{", re.DOTALL)
+_FOLLOWING = re.compile(r"\n\}[^\n]*+\n\n(ENTRY )?%?([^\s({]++)[^\n]*\{\n")
 _DEFINITION = re.compile(r"\s*(?:ROOT\s+)?%?[^\s=]+\s+=\s+")
 _QUOTED = r'"((?:[^"\\]++|\\.)*+)(?:"|\\?\Z)'  # never fails after its first quote: linear
 _FIELD = re.compile(rf"\b(\w++)=(?:{_QUOTED}|(\d{{1,18}}))", re.DOTALL)
@@ -51,13 +54,15 @@ _OWN_FRAMES = ("jaxpar/collectives.py",)  # the caller is what a reader wants to
 class Computation:
     """Instructions by name, in the order printed (the schedule, in a scheduled module).
 
-    `line` is where its header stands. `inert` ones neither communicate nor decide what does.
+    `line` is where its header stands. `inert` ones neither communicate nor decide what does;
+    `calling` are the instructions that run others, and not only inert ones.
     """
 
     def __init__(self, name: str, text: str, start: int, end: int, line: int) -> None:
         self.name = name
         self.line = line
         self.inert = True
+        self.calling: list[Instruction] = []
         self.start = start
         self.end = end
         self._text = text
@@ -68,25 +73,16 @@ class Computation:
         problems = []
         lines = self._text[self.start : self.end].split("\n")
         for number, line in enumerate(lines, self.line):
-            if not line or line.isspace():
-                continue
-            found = parse(line.rstrip(), number)
+            found = parse(line, number)
             if found is None:
+                if not line or line.isspace():
+                    continue
                 problems.append(_problem(number, "is no instruction", line))
                 continue
             if found.name in instructions:
                 problems.append(_problem(number, "defines a value a second time", line))
             instructions[found.name] = found
         return instructions, problems
-
-    @cached_property
-    def calling(self) -> list[Instruction]:
-        """The instructions that run other computations."""
-        return [
-            found
-            for found in self.instructions.values()
-            if _may_call(found.attributes_text) and found.called
-        ]
 
     def mentions(self, word: str) -> bool:
         """Whether the text of this computation holds `word`; reads nothing."""
@@ -253,9 +249,22 @@ def read_hlo(text: str | Iterable[str]) -> Module:
         text = "\n".join(line.rstrip("\n") for line in text)
     if "\r" in text:
         text = text.replace("\r\n", "\n")
-    reader = _Reader(text)
-    reader.cut()
-    return reader.finish()
+    with no_collection():
+        reader = _Reader(text)
+        reader.cut()
+        return reader.finish()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection: it would walk, again and again, a growing tree that all lives."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Reader:
@@ -282,15 +291,26 @@ class _Reader:
             number += 1
             at = end + 1
             if line.endswith("{") and (found := _COMPUTATION.fullmatch(line)):
-                body_end = text.find("\n}", end)
-                if body_end < 0:
-                    body_end = len(text)
-                    self.problems.append(f"the text ends inside computation {found[2]!r}")
-                self._computation(found[2], bool(found[1]), end, body_end, number)
-                number += text.count("\n", end, body_end) + 1
-                at = text.find("\n", body_end + 1) + 1 or len(text)
+                at, number = self._row(found[2], bool(found[1]), end, number)
             elif line:
                 self._outside(line, number)
+
+    def _row(self, name: str, is_entry: bool, start: int, number: int) -> tuple[int, int]:
+        """A computation, and those after it without anything between; where to go on."""
+        text = self.text
+        while True:
+            end = text.find("\n}", start)
+            if end < 0:
+                end = len(text)
+                self.problems.append(f"the text ends inside computation {name!r}")
+            self._computation(name, is_entry, start, end, number)
+            following = _FOLLOWING.match(text, end)
+            if following is None:
+                number += text.count("\n", start, end) + 1
+                return text.find("\n", end + 1) + 1 or len(text), number
+            number += text.count("\n", start, following.end() - 1)
+            start = following.end() - 1
+            name, is_entry = following[2], bool(following[1])
 
     def finish(self) -> Module:
         if not self.computations:
@@ -374,15 +394,25 @@ class _Reader:
                 if computation.inert:
                     computation.inert = False
                     todo.append(list(self._runs(computation)))
+        for computation in computations:
+            if not computation.inert:
+                computation.calling = list(filter(self._matters, computation.instructions.values()))
 
     def _runs(self, computation: Computation) -> Iterator[Computation]:
         """The computations that this one runs, but for fusions and functions of elements."""
-        for found in computation.calling:
-            if found.opcode == "fusion":
-                continue
-            for key, name in found.called:
-                if name in self.computations and (key != _FOR_ELEMENTS or found.opcode == "call"):
-                    yield self.computations[name]
+        for found in computation.instructions.values():
+            if found.opcode != "fusion" and _may_call(found.attributes_text):
+                for key, name in found.called:
+                    whole = key != _FOR_ELEMENTS or found.opcode == "call"
+                    if whole and name in self.computations:
+                        yield self.computations[name]
+
+    def _matters(self, found: Instruction) -> bool:
+        """Whether an instruction runs a computation that is not inert, or not there."""
+        known = self.computations
+        return _may_call(found.attributes_text) and any(
+            name not in known or not known[name].inert for _, name in found.called
+        )
 
     def _is_differentiated(self) -> bool:
         """Whether an op_name speaks of a transposition; the opcode has a blank before it."""

@@ -6,14 +6,12 @@ kill the process on text that it did not print.
 
 from __future__ import annotations
 
-import gc
 import gzip
 import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from jaxpar.audit.collect import Collector
 from jaxpar.audit.dataflow import Dataflow
 from jaxpar.audit.execution import execution
 from jaxpar.audit.groups import MAX_DEVICES
-from jaxpar.audit.reader import MAX_PROBLEMS, Module, read_hlo
+from jaxpar.audit.reader import MAX_PROBLEMS, Module, no_collection, read_hlo
 from jaxpar.audit.reading import Reading
 from jaxpar.audit.result import Audit, Finding, Memory, Program
 from jaxpar.errors import AuditError
@@ -76,7 +74,7 @@ def _audit(
     platform: str | None = None,
     memory: Memory | None = None,
 ) -> Audit:
-    with _collector_off():
+    with no_collection():
         reading, problems = read(text, mesh, platform=platform)
     return Audit(
         program=Program(
@@ -134,18 +132,6 @@ def read(
         platform=platform,
     )
     return reading, [*incomplete, *collector.findings]
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """No garbage collection: it would walk, again and again, a growing tree that all lives."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _devices(module: Module, mesh: dict[str, int] | None) -> int | None:
