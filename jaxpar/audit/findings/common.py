@@ -6,7 +6,7 @@ that does not know says nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from jaxpar.audit.dataflow import SAME_VALUE, Place
@@ -17,6 +17,9 @@ from jaxpar.audit.shape import integer
 
 MAX_USES = 64
 """Places that are looked at to find out what a value is used for."""
+
+MAX_USERS = 4096
+"""Instructions among which uses are looked for: the state of a loop has many elements."""
 
 MAX_CALLS = 8
 """Fusions within calls within fusions that a value is followed into."""
@@ -100,13 +103,15 @@ class Use:
     """An instruction that reads a value as its operand number `index` and makes another of it.
 
     `escapes`: the value leaves what we can follow (a result of the program, the state of a loop);
-    `instruction` is then the last that hands it on. `calls` are the calls it was followed into.
+    `instruction` is then the last that hands it on, as element `path` of its result where that is a
+    tuple. `calls` are the calls it was followed into.
     """
 
     computation: Computation
     instruction: Instruction
     index: int
     escapes: bool = False
+    path: tuple[int, ...] = ()
     calls: tuple[tuple[Computation, Instruction], ...] = ()
 
 
@@ -124,26 +129,38 @@ def uses(
     found: Instruction,
     path: tuple[int, ...] = (),
     *,
+    calls: tuple[tuple[Computation, Instruction], ...] = (),
     through: Collection[str] = SAME_VALUE,
+    passes: Callable[[Use], bool] | None = None,
 ) -> tuple[Use, ...] | None:
     """What becomes of the value that `found` makes (of element `path` of it, where it is a tuple).
 
     The value is followed through `through`, tuples, calls and into fusions, and from the start of
-    an asynchronous operation to its done. None when it has more uses than anybody looks at.
+    an asynchronous operation to its done; and through whatever else `passes` agrees to. `calls`:
+    how we came to `computation`, where that is a fusion. None for more uses than anybody looks at.
     """
     ends: list[Use] = []
-    todo = [_Value(computation, found.name, path, ())]
-    budget = MAX_USES
+    todo = [_Value(computation, found.name, path, calls)]
+    seen = set(todo)
+    num_users = 0
     while todo:
         value = todo.pop()
         made = value.computation.instructions.get(value.name)
+        onward: list[_Value] = []
         if made is not None and made is value.computation.root:
-            todo += _after(reading, value, made, ends)
-        for user in reading.flow.users(value.computation, value.name):
-            budget -= 1
-            if budget < 0:
-                return None
-            todo += _through(reading, value, user, through, ends)
+            onward += _after(reading, value, made, ends)
+        users = reading.flow.users(value.computation, value.name)
+        num_users += len(users)
+        if num_users > MAX_USERS or len(seen) + len(ends) > MAX_USES:
+            return None
+        for user in users:
+            onward += _through(reading, value, user, through, ends)
+        if passes is not None:
+            passed = [end for end in ends if not end.escapes and passes(end)]
+            ends = [end for end in ends if end not in passed]
+            onward += [_Value(it.computation, it.instruction.name, (), it.calls) for it in passed]
+        todo += [value for value in onward if value not in seen]
+        seen.update(onward)
     return tuple(ends)
 
 
@@ -158,7 +175,10 @@ def _after(
     if len(sites) == 1 and _hands_back(sites[0][1]):
         home, call = sites[0]
         return (_Value(home, call.name, value.path, ()),)
-    ends.append(Use(computation=value.computation, instruction=root, index=0, escapes=True))
+    out = Use(
+        computation=value.computation, instruction=root, index=0, escapes=True, path=value.path
+    )
+    ends.append(out)
     return ()
 
 

@@ -2,54 +2,234 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from jaxpar.audit.dataflow import Place
-from jaxpar.audit.findings.common import above, axes_text, finding, home_of, step_bytes
+from jaxpar.audit.findings.common import Use, axes_text, finding, home_of, step_bytes, uses
+from jaxpar.audit.findings.values import (
+    CONSTANTS,
+    ELEMENTWISE,
+    PURE,
+    REARRANGED,
+    Groups,
+    Producers,
+    in_branch,
+    operand_bytes,
+    operand_places,
+    reducer,
+    result_paths,
+    value_key,
+)
+from jaxpar.audit.reader import Instruction
 from jaxpar.audit.reading import Reading, Site
 from jaxpar.audit.result import Finding
+from jaxpar.audit.shape import Array
 
-_REPEATS = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
+_SLICED_LATER = REARRANGED - {"transpose"} | ELEMENTWISE
+_DEVICE_IDS = frozenset({"partition-id", "replica-id"})
+_REPEATABLE = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
+_AGAIN = frozenset({"recompute", "backward"})  # fetching once more saves memory, and is meant
 
 
-def loop_invariant_collective(reading: Reading) -> Iterator[Finding]:
-    """A collective in a loop whose operands no trip changes."""
+def all_reduce_then_slice(reading: Reading) -> Iterator[Finding]:
+    """An all-reduce of which every device uses nothing but its own n-th part."""
+    producers = Producers(reading)
     for site in reading.sites:
-        if site.collective.kind not in _REPEATS or not site.instruction.operands:
+        if site.collective.kind != "all-reduce" or reducer(reading, site) != "add":
             continue
-        num_useful = _useful_runs(reading, site)
-        if num_useful is None or num_useful == site.collective.count:
+        slices: list[Instruction] = []
+        for path in result_paths(site):
+            found = _own_slices(producers, site, path)
+            slices += found
+            if not found:
+                break
+        else:
+            yield finding(
+                reading,
+                "all-reduce-then-slice",
+                f"{site.instruction.name} sums {_size(site)} {axes_text(site)}, and each device "
+                f"keeps 1/{site.collective.group_size} of the sum: a reduce-scatter would do",
+                "Write lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True) in place of "
+                "lax.psum and the slice. If it says so already, the compiler chose this: a larger "
+                "shard, or an axis along one dimension of the torus, makes it a reduce-scatter.",
+                [site.instruction, *slices],
+                wire_bytes=step_bytes(site, 0.5),
+            )
+
+
+def _own_slices(producers: Producers, site: Site, path: tuple[int, ...]) -> list[Instruction]:
+    """The slices that are all that becomes of a result, each device's own; [] if there is more.
+
+    An operation on all elements before the slice could as well come after it.
+    """
+    start = (producers.reading, site.computation, site.instruction, path)
+    ends = uses(*start, through=_SLICED_LATER) or ()
+    if all(_is_own_slice(producers, end, site.collective.group_size) for end in ends):
+        return [end.instruction for end in ends]
+    return []
+
+
+def _is_own_slice(producers: Producers, end: Use, group_size: int) -> bool:
+    cut = end.instruction
+    if end.escapes or cut.opcode != "dynamic-slice" or end.index != 0:
+        return False
+    given = end.computation.instructions.get(cut.operands[0].name)
+    if given is None or _num_elements(given) != _num_elements(cut) * group_size:
+        return False
+    at = Place(computation=end.computation, operand=cut.operands[0], calls=end.calls)
+    asked: set[str] = set()
+
+    def has_no_device(end: Place) -> bool | None:
+        made = end.instruction
+        asked.add(made.opcode if made is not None else "")
+        return None if made is not None and made.operands else True
+
+    for offset in operand_places(cut, at)[1:]:
+        producers.made_from(offset, has_no_device)
+    return not asked.isdisjoint(_DEVICE_IDS)
+
+
+def _num_elements(found: Instruction) -> int:
+    return math.prod(found.shape.dims) if isinstance(found.shape, Array) else 0
+
+
+def repeated_collective(reading: Reading) -> Iterator[Finding]:
+    """The same value communicated more than once in the same way.
+
+    Not what is in a branch, which may not run; and not what a backward pass gathers again.
+    """
+    producers, groups = Producers(reading), Groups()
+    same: dict[tuple[object, ...], list[tuple[Site, int]]] = {}
+    homes: dict[tuple[object, ...], str] = {}
+    for site in reading.sites:
+        kind = site.collective.kind
+        if kind not in _REPEATABLE or in_branch(reading, site.computation):
             continue
-        count = site.collective.count
-        known = count is not None and num_useful > 0
+        how = "" if kind == "all-gather" else reducer(reading, site)
+        if kind == "reduce-scatter":  # along another dimension it is another part
+            how += site.instruction.attributes.get("dimensions", "")
+        for number, operand in enumerate(site.instruction.operands):
+            place = Place(computation=site.computation, operand=operand)
+            end = producers.end(place, through=REARRANGED)
+            if end is None or end.instruction is None or end.instruction.opcode in CONSTANTS:
+                continue
+            again = kind == "all-gather" and site.collective.phase in _AGAIN
+            key = (kind, how, groups.number(site), again, *value_key(end))
+            same.setdefault(key, []).append((site, number))
+            homes[key] = home_of(end).name
+    for value, found in same.items():
+        if len(found) > 1:
+            yield _repetition(reading, found, homes[value])
+
+
+def _repetition(reading: Reading, found: list[tuple[Site, int]], home: str) -> Finding:
+    site = found[0][0]
+    times = reading.runs.counts.get(home)
+    each = sorted(operand_bytes(site, number) for site, number in found)[:-1]
+    exact = times.exact if times is not None else None
+    verb = "gathered" if site.collective.kind == "all-gather" else "reduced"
+    return finding(
+        reading,
+        "repeated-collective",
+        f"the same value is {verb} {len(found)} times {axes_text(site)}",
+        f"Communicate it once and use the result {len(found)} times: one "
+        f"{_JAX[site.collective.kind]}, before both uses, in one layout and dtype.",
+        [site.instruction for site, _ in found],
+        wire_bytes=None if exact is None else exact * sum(each),
+    )
+
+
+_JAX = {
+    "all-gather": "lax.all_gather",
+    "all-reduce": "lax.psum",
+    "reduce-scatter": "lax.psum_scatter",
+}
+
+
+def reduction_of_replicated(reading: Reading) -> Iterator[Finding]:
+    """An all-reduce of what is the same on all devices of the group already."""
+    producers, groups = Producers(reading), Groups()
+    for site in reading.sites:
+        if site.collective.kind != "all-reduce":
+            continue
+        evidence: list[Instruction] = []
+        at_stake = 0
+        for number, operand in enumerate(site.instruction.operands):
+            place = Place(computation=site.computation, operand=operand)
+            seen = _replicated_from(producers, groups, site, place)
+            if seen is not None:
+                evidence += seen
+                at_stake += operand_bytes(site, number)
+        if not at_stake:
+            continue
+        what = "the result of " + evidence[0].opcode if evidence else "a constant"
         yield finding(
             reading,
-            "loop-invariant-collective",
-            f"{site.collective.kind} {axes_text(site)} is in a loop and its operand is the same on "
-            f"every trip; it runs {count if count else 'unknown'} times a step",
-            "Do the collective before the loop and let the loop body close over its result.",
-            [site.instruction],
-            wire_bytes=step_bytes(site, 1 - num_useful / count) if known and count else None,
+            "reduction-of-replicated",
+            f"{site.instruction.name} reduces {axes_text(site)} what is the same on each of these "
+            f"devices already, made from {what}"
+            + (": the sum is that value times " if reducer(reading, site) == "add" else " of ")
+            + str(site.collective.group_size),
+            "Leave out the second lax.psum, or multiply by lax.axis_size(axis) if that is meant.",
+            [site.instruction, *dict.fromkeys(evidence)],
+            wire_bytes=step_bytes(site, wire_bytes=at_stake),
         )
 
 
-def _useful_runs(reading: Reading, site: Site) -> int | None:
-    """How often the operands of `site` are new; 0 for unknown, None when on every execution."""
-    loops = 0
-    homes = {site.computation.name: 0}
-    for home, call in above(reading, site.computation):
-        if call.opcode == "conditional":
-            break
-        loops += call.opcode == "while"
-        homes.setdefault(home.name, loops)
-    useful = 0
-    for operand in site.instruction.operands:
-        end = reading.flow.origin(Place(computation=site.computation, operand=operand))
-        if end is None or not homes.get(home_of(end).name):
-            return None
-        count = reading.runs.counts.get(home_of(end).name)
-        useful = max(useful, (count.exact or 0) if count else 0)
-    return useful
+def _replicated_from(
+    producers: Producers, groups: Groups, site: Site, place: Place
+) -> list[Instruction] | None:
+    """The collectives that made a value the same on all devices of `site`; None if it is not."""
+    seen: list[Instruction] = []
+
+    def decide(end: Place) -> bool | None:
+        made = producers.at(end)
+        if made is not None:
+            source, _ = made
+            same = source.collective.kind in ("all-reduce", "all-gather")
+            seen.append(source.instruction)
+            return same and source is not site and groups.within(site, source)
+        opcode = end.instruction.opcode if end.instruction is not None else ""
+        if opcode in CONSTANTS:
+            return True
+        return None if opcode in PURE else False
+
+    return seen if producers.made_from(place, decide) else None
 
 
-RULES = (loop_invariant_collective,)
+def gather_of_scatter(reading: Reading) -> Iterator[Finding]:
+    """An all-gather of what a reduce-scatter just made, with nothing in between."""
+    producers, groups = Producers(reading), Groups()
+    for site in reading.sites:
+        operands = site.instruction.operands
+        if site.collective.kind != "all-gather" or len(operands) != 1:
+            continue
+        made = producers.of(Place(computation=site.computation, operand=operands[0]))
+        if made is None or made[0].collective.kind != "reduce-scatter":
+            continue
+        source, path = made
+        ends = uses(reading, source.computation, source.instruction, path)
+        alone = ends is not None and len(ends) == 1 and ends[0].instruction is site.instruction
+        if alone and groups.number(site) == groups.number(source):
+            yield finding(
+                reading,
+                "gather-of-scatter",
+                f"{site.instruction.name} gathers {axes_text(site)} what "
+                f"{source.instruction.name} just scattered: together they are one all-reduce",
+                "Write one lax.psum, unless work on the shard is to come between them.",
+                [site.instruction, source.instruction],
+                severity="info",
+            )
+
+
+def _size(site: Site) -> str:
+    return f"{site.collective.payload_bytes:,} bytes"
+
+
+RULES = (
+    all_reduce_then_slice,
+    repeated_collective,
+    reduction_of_replicated,
+    gather_of_scatter,
+)
