@@ -12,6 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxpar.audit.collect import Collector
 from jaxpar.audit.dataflow import Dataflow
 from jaxpar.audit.execution import execution
 from jaxpar.audit.groups import MAX_DEVICES
+from jaxpar.audit.memory import memory as memory_of
 from jaxpar.audit.reader import MAX_PROBLEMS, Module, no_collection, read_hlo
 from jaxpar.audit.reading import Reading
 from jaxpar.audit.result import Audit, Finding, Memory, Program
@@ -64,7 +66,7 @@ def audit(thing: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Audit:
     devices = (device for sharding in shardings for device in sharding.device_set)
     device = next(devices, None)
     platform = _PLATFORMS.get(device.platform, device.platform) if device else None
-    return _audit(_checked_text(text), axes, platform=platform, memory=_memory(compiled))
+    return _audit(_checked_text(text), axes, platform=platform, compiled=compiled)
 
 
 def _audit(
@@ -72,10 +74,13 @@ def _audit(
     mesh: dict[str, int] | None,
     *,
     platform: str | None = None,
-    memory: Memory | None = None,
+    compiled: Any = None,
 ) -> Audit:
     with no_collection():
         reading, problems = read(text, mesh, platform=platform)
+        memory = memory_of(reading.module)
+    if memory is not None and compiled is not None:
+        memory = _as_compiled(memory, compiled)
     return Audit(
         program=Program(
             name=reading.module.name,
@@ -237,11 +242,13 @@ def _own_mesh(shardings: list[Any]) -> dict[str, int] | None:
     return (shapes[0] or None) if same else None
 
 
-def _memory(compiled: Any) -> Memory | None:
+def _as_compiled(memory: Memory, compiled: Any) -> Memory:
+    """What the text tells, with the totals of XLA's own analysis where it has one."""
     stats = compiled.memory_analysis()
     if stats is None:
-        return None
-    return Memory(
+        return memory
+    return replace(
+        memory,
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
