@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxpar.audit.cost import Cost, estimated_cycles
 from jaxpar.audit.reader import Computation, Instruction
@@ -22,6 +22,7 @@ from jaxpar.audit.result import Collective
 from jaxpar.audit.shape import nbytes
 from jaxpar.audit.transfer import Transfers
 from jaxpar.audit.waits import INSIDE, NEXT, Wait, Waits, place_of
+from jaxpar.errors import AuditError
 from jaxpar.hardware import Chip
 
 MAX_NAMES = 8
@@ -73,7 +74,7 @@ def overlaps(reading: Reading, chip: Chip | None) -> tuple[Overlap, ...]:
     Without one, exposed_fraction is 1.0 where nothing computes beside a collective, else None.
     How long transfers take is told by `jaxpar.audit.transfer`, how long the rest by
     `jaxpar.audit.cost`. All transfers share one queue, and the collectives inside a loop do not
-    slow down one that goes on around it. AuditError for damaged types between start and done.
+    slow down one that goes on around it. What cannot be read leaves exposed_fraction None.
     """
     transfers = None if chip is None else Transfers(chip)
     times = [
@@ -91,17 +92,9 @@ def overlaps(reading: Reading, chip: Chip | None) -> tuple[Overlap, ...]:
         return tuple(answers)
     cost, waits = Cost(reading.flow, chip), Waits(reading)
     for home, slots in _slots(reading, times):
-        schedule = _Schedule(home, slots, cost, waits, reading)
-        for slot, answer in schedule.answers():
+        for slot, answer in _answers(home, slots, cost, waits):
             for site in slot.sites:
-                answers[site] = Overlap(
-                    exposed_fraction=answer.exposed_fraction,
-                    num_overlapped=answer.num_overlapped,
-                    overlapped=answer.overlapped,
-                    transfer_s=times[site],
-                    pipelined=answer.pipelined,
-                    unknown=answer.unknown,
-                )
+                answers[site] = replace(answer, transfer_s=times[site])
     return tuple(answers)
 
 
@@ -175,6 +168,16 @@ class _Step:
     rank: tuple[float, int] = (0.0, 0)  # to name the longest, in cycles and bytes without a chip
 
 
+def _answers(
+    home: Computation, slots: dict[str, _Slot], cost: Cost, waits: Waits
+) -> list[tuple[_Slot, Overlap]]:
+    try:
+        return list(_Schedule(home, slots, cost, waits).answers())
+    except AuditError as error:
+        answer = Overlap(exposed_fraction=None, unknown=str(error))
+        return [(slot, answer) for slot in slots.values() if slot.is_async]
+
+
 class _Schedule:
     """One computation, as far as transfers are under way in it."""
 
@@ -184,12 +187,10 @@ class _Schedule:
         slots: dict[str, _Slot],
         cost: Cost,
         waits: Waits,
-        reading: Reading,
     ) -> None:
         self.home = home
         self.slots = slots
         self.cost = cost
-        self.reading = reading
         self.waits: dict[str, Wait] = {}
         self.unknown: dict[str, str] = {}
         order = {name: at for at, name in enumerate(home.instructions)}
@@ -265,7 +266,7 @@ class _Schedule:
 
     def _loop_steps(self, loop: Instruction, ends: dict[str, list[str]]) -> Iterable[_Step]:
         """A loop whose first trip waits for what was started before it."""
-        body = self.reading.module.computations[dict(loop.called)["body"]]
+        body = self.cost.flow.module.computations[dict(loop.called)["body"]]
         left = self.cost.seconds(self.home, loop)
         seconds, computes = 0.0, False
         for name, found in body.instructions.items():
