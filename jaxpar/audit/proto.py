@@ -2,7 +2,7 @@
 
 XLA's C++ trusts what it parses: a damaged file can take the process with it, or all memory. So a
 child with limits on time, memory and output reads the file and writes text to a temporary file;
-however it ends, the parent gets lines or an AuditError. The child starts no backend of JAX.
+however it ends, the parent gets text or an AuditError. The child starts no backend of JAX.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _SMALLER = "Dump a smaller program: scan over layers instead of writing them out
 _AGAIN = "Dump the program again, with xla_dump_hlo_as_proto or xla_dump_hlo_as_text."
 
 
-def proto_text(path: Path) -> Iterator[str]:
-    """Lines of the HLO text of a serialized HloModuleProto, HloProto or HloSnapshot, also gzipped.
+def proto_text(path: Path) -> str:
+    """HLO text of a serialized HloModuleProto, HloProto or HloSnapshot, gzipped or not.
 
     The header tells num_partitions where the file does, or where a collective's groups do; else
     `num_partitions=unknown`. AuditError for a file that cannot be read, is no such message, or
@@ -60,8 +60,7 @@ def proto_text(path: Path) -> Iterator[str]:
     with tempfile.TemporaryFile() as text:
         _run(path, text)
         text.seek(0)
-        for line in text:
-            yield line.decode("utf-8", "replace")
+        return text.read().decode("utf-8", "replace")
 
 
 def _run(path: Path, text: IO[bytes]) -> None:

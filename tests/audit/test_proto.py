@@ -87,7 +87,7 @@ def without(data, *numbers):
 
 def text_of(tmp_path, data, name="a.pb"):
     (tmp_path / name).write_bytes(data)
-    return "".join(proto_text(tmp_path / name))
+    return proto_text(tmp_path / name)
 
 
 def without_lines(found):
@@ -172,7 +172,7 @@ def test_files_that_are_no_module(compiled, tmp_path):
         assert message in refused(tmp_path, data)
     for path, message in ((tmp_path, "Is a directory"), (tmp_path / "none.pb", "No such file")):
         with pytest.raises(AuditError, match=message):
-            list(proto_text(path))
+            proto_text(path)
 
 
 def test_computations_that_are_missing_are_told(compiled, tmp_path):
