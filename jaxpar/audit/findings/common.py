@@ -15,6 +15,9 @@ from jaxpar.audit.reading import Reading, Site
 from jaxpar.audit.result import Finding
 from jaxpar.audit.shape import integer
 
+MAX_EVIDENCE = 12
+"""Instructions that one finding names; further ones are only counted."""
+
 MAX_USES = 64
 """Places that are looked at to find out what a value is used for."""
 
@@ -70,9 +73,14 @@ def finding(
         message=message,
         source=source or next((place for place in sources if place), None),
         remedy=remedy,
-        evidence=tuple(named(found) for found in instructions),
+        evidence=_evidence(instructions),
         wire_bytes=wire_bytes,
     )
+
+
+def _evidence(seen: tuple[Instruction, ...]) -> tuple[str, ...]:
+    names = tuple(named(found) for found in seen[:MAX_EVIDENCE])
+    return names if len(seen) <= MAX_EVIDENCE else (*names, f"and {len(seen) - MAX_EVIDENCE} more")
 
 
 def above(reading: Reading, computation: Computation) -> list[tuple[Computation, Instruction]]:

@@ -141,6 +141,7 @@ def _accumulation(
         part = 1 - outside.exact / trips.exact
     if part == 0:
         return None
+    scatters = site.collective.kind == "reduce-scatter"
     each = sum(operand_bytes(site, number) for number in found)
     return finding(
         reading,
@@ -148,9 +149,12 @@ def _accumulation(
         f"{site.instruction.name} reduces a gradient {axes_text(site)} on every trip, and the loop "
         "only adds the results up",
         "Reduce once after the loop: make the parameters varying before it "
-        '(lax.pcast(p, axis, to="varying")), accumulate local gradients, and apply one lax.psum or '
-        "lax.psum_scatter to the sum.",
+        '(lax.pcast(p, axis, to="varying")), accumulate local gradients, and apply one '
+        f"{'lax.psum_scatter' if scatters else 'lax.psum'} to the sum."
+        # Sharded gradients are what ZeRO-2 and FSDP are for.
+        + (" That keeps whole gradients in memory, where this keeps shards." if scatters else ""),
         [site.instruction],
+        severity="info" if scatters else "warning",
         wire_bytes=None if part is None else step_bytes(site, part, each),
     )
 

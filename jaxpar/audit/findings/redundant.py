@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from jaxpar.audit.dataflow import Place
 from jaxpar.audit.findings.common import Use, axes_text, finding, home_of, step_bytes, uses
+from jaxpar.audit.findings.offsets import on_each_device
 from jaxpar.audit.findings.values import (
     CONSTANTS,
     ELEMENTWISE,
@@ -27,9 +30,18 @@ from jaxpar.audit.result import Finding
 from jaxpar.audit.shape import Array
 
 _SLICED_LATER = REARRANGED - {"transpose"} | ELEMENTWISE
-_DEVICE_IDS = frozenset({"partition-id", "replica-id"})
 _REPEATABLE = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
 _AGAIN = frozenset({"recompute", "backward"})  # fetching once more saves memory, and is meant
+
+
+_WRITE_SCATTER = (
+    "Write lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True) in place of lax.psum and the "
+    "slice."
+)
+_COMPILERS_CHOICE = (
+    "The program asks for lax.psum_scatter, and the compiler chose this: larger shards, or a mesh "
+    "where the axis runs along one dimension of the torus, make it a reduce-scatter."
+)
 
 
 def all_reduce_then_slice(reading: Reading) -> Iterator[Finding]:
@@ -50,9 +62,7 @@ def all_reduce_then_slice(reading: Reading) -> Iterator[Finding]:
                 "all-reduce-then-slice",
                 f"{site.instruction.name} sums {_size(site)} {axes_text(site)}, and each device "
                 f"keeps 1/{site.collective.group_size} of the sum: a reduce-scatter would do",
-                "Write lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True) in place of "
-                "lax.psum and the slice. If it says so already, the compiler chose this: a larger "
-                "shard, or an axis along one dimension of the torus, makes it a reduce-scatter.",
+                _COMPILERS_CHOICE if _asked_to_scatter(reading, site) else _WRITE_SCATTER,
                 [site.instruction, *slices],
                 wire_bytes=step_bytes(site, 0.5),
             )
@@ -65,29 +75,37 @@ def _own_slices(producers: Producers, site: Site, path: tuple[int, ...]) -> list
     """
     start = (producers.reading, site.computation, site.instruction, path)
     ends = uses(*start, through=_SLICED_LATER) or ()
-    if all(_is_own_slice(producers, end, site.collective.group_size) for end in ends):
+    if all(_is_own_slice(producers, end, site) for end in ends):
         return [end.instruction for end in ends]
     return []
 
 
-def _is_own_slice(producers: Producers, end: Use, group_size: int) -> bool:
+def _is_own_slice(producers: Producers, end: Use, site: Site) -> bool:
+    """Whether a use is to cut out 1/n, and no two devices of a group of n cut out the same."""
     cut = end.instruction
     if end.escapes or cut.opcode != "dynamic-slice" or end.index != 0:
         return False
     given = end.computation.instructions.get(cut.operands[0].name)
-    if given is None or _num_elements(given) != _num_elements(cut) * group_size:
+    num_kept = _num_elements(cut) * site.collective.group_size
+    if given is None or not num_kept or _num_elements(given) != num_kept:
         return False
     at = Place(computation=end.computation, operand=cut.operands[0], calls=end.calls)
-    asked: set[str] = set()
+    corner = [on_each_device(producers, offset) for offset in operand_places(cut, at)[1:]]
+    known = [offset for offset in corner if offset is not None and offset.ndim == 1]
+    if not known or len(known) < len(corner):
+        return False
+    where = np.stack(known, axis=1)
+    return all(
+        group.max() < len(where) and len(np.unique(where[group], axis=0)) == len(group)
+        for group in map(np.asarray, site.collective.groups)
+    )
 
-    def has_no_device(end: Place) -> bool | None:
-        made = end.instruction
-        asked.add(made.opcode if made is not None else "")
-        return None if made is not None and made.operands else True
 
-    for offset in operand_places(cut, at)[1:]:
-        producers.made_from(offset, has_no_device)
-    return not asked.isdisjoint(_DEVICE_IDS)
+def _asked_to_scatter(reading: Reading, site: Site) -> bool:
+    """Whether the program wrote a reduce-scatter: the function that adds keeps its name."""
+    applied = reading.module.computations.get(dict(site.instruction.called).get("to_apply", ""))
+    parameters = applied.parameters.values() if applied is not None else ()
+    return any("reduce_scatter" in f"{it.name} {it.op_name}" for it in parameters)
 
 
 def _num_elements(found: Instruction) -> int:
