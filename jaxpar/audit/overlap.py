@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpar.audit.cost import Cost, estimated_cycles
+from jaxpar.audit.links import Transfers
 from jaxpar.audit.reader import Computation, Instruction
 from jaxpar.audit.reading import Reading
 from jaxpar.audit.result import Collective
 from jaxpar.audit.shape import nbytes
-from jaxpar.audit.transfer import Transfers
 from jaxpar.audit.waits import INSIDE, NEXT, Wait, Waits, place_of
 from jaxpar.errors import AuditError
 from jaxpar.hardware import Chip
@@ -40,8 +40,9 @@ class Overlap:
 
     exposed_fraction: the part of transfer_s during which the device computes nothing, 0 to 1; None
     when it is not known, and `unknown` says why. num_overlapped: computing instructions that the
-    schedule puts beside it; `overlapped` names the longest. transfer_s: its time on the link, None
-    without a chip. pipelined: what waits for it is in the next trip of its loop.
+    schedule puts beside it; `overlapped` names the longest, if thousands of transfers do not
+    overlap each other. transfer_s: its time on the link, None without a chip. pipelined: what
+    waits for it is in the next trip of its loop.
     """
 
     exposed_fraction: float | None
@@ -72,7 +73,7 @@ def overlaps(reading: Reading, chip: Chip | None) -> tuple[Overlap, ...]:
     """For each of reading.sites, what runs beside it; with times where a chip is given.
 
     Without one, exposed_fraction is 1.0 where nothing computes beside a collective, else None.
-    How long transfers take is told by `jaxpar.audit.transfer`, how long the rest by
+    How long transfers take is told by `jaxpar.audit.links`, how long the rest by
     `jaxpar.audit.cost`. All transfers share one queue, and the collectives inside a loop do not
     slow down one that goes on around it. What cannot be read leaves exposed_fraction None.
     """

@@ -7,9 +7,9 @@ import pytest
 
 from jaxpar.audit.cost import Cost
 from jaxpar.audit.dataflow import Dataflow
+from jaxpar.audit.links import Transfers
 from jaxpar.audit.reader import read_hlo
 from jaxpar.audit.result import Collective
-from jaxpar.audit.transfer import Transfers
 from jaxpar.hardware import chip
 
 # One FLOP in bf16 is a nanosecond, one byte of memory a nanosecond.
@@ -180,6 +180,8 @@ def test_bookkeeping_copies_by_dma_and_other_cores_leave_the_device_free(line):
 def test_absurd_dims_give_a_time_and_no_overflow():
     huge = ",".join(["999999999999999999"] * 40)
     line = f"bf16[{huge}] add(%a, %a)"
+    assert cost_of(line)[0] == 1e12
+    line = f"bf16[{huge}] dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
     assert cost_of(line)[0] == 1e12
 
 

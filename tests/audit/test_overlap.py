@@ -167,6 +167,14 @@ def test_a_sparsecore_start_without_data_has_not_begun_to_transfer():
     assert "before" not in answer.overlapped and answer.num_overlapped == 1
 
 
+def test_a_sparsecore_start_without_data_makes_nobody_wait():
+    text = spelled("sparsecore").replace("  %s = ", start("o") + "  %s = ")
+    text = text.replace(work("before", 50), work("b", 7) + done("od", "o"))
+    sparse, plain = sorted(answers(text), key=lambda it: it.overlapped)
+    assert (sparse.overlapped, plain.overlapped) == (("a",), ("b",))
+    assert sparse.exposed_fraction == plain.exposed_fraction == pytest.approx(21 / 28)
+
+
 CHAIN = 'frontend_attributes={chain_id="5"}'
 TPU_FUSIONS = f"""
 %starts (p.1: f32[1000]) -> (f32[1000], f32[8000], s32[2]) {{
@@ -204,9 +212,11 @@ def test_tpu_async_collective_fusion_is_hidden_by_the_fusions_in_between():
         "  %m2 = f32[8000] get-tuple-element(%m), index=2\n"
         "  %d = f32[8000] fusion(%m1, %m2), kind=kCustom, calls=%ends\n"
     )
-    answer = only(module(body, TPU_FUSIONS), replace(CHIP, platform="tpu"))
+    answer = only(module(body, TPU_FUSIONS))
     assert answer.exposed_fraction == pytest.approx(21 / 28)
     assert answer.overlapped == ("m",)
+    around = answers(module(start("o") + body + done("od", "o"), TPU_FUSIONS))
+    assert [it.overlapped for it in around] == [("m",)] * 2  # start and done compute nothing
 
 
 def test_a_permute_takes_one_link_in_one_direction():
@@ -249,9 +259,9 @@ ENTRY = (
 ARRIVED = "  %got = (f32[1000]{0}, f32[8000]{0}) get-tuple-element(%b), index=2\n"
 
 
-def pipelined(first, second, in_entry=""):
+def pipelined(first, second, in_entry="", middle=99):
     """Each trip waits for the gather of the trip before, computes, starts its own, computes."""
-    body = ONE + ARRIVED + work("a", first, "bx") + done("d", "got") + work("m", 99, "bx")
+    body = ONE + ARRIVED + work("a", first, "bx") + done("d", "got") + work("m", middle, "bx")
     body += start("s", "bx") + work("rest", second, "bx") + ROUND
     return loop(RUNNING, body, start("s0") + in_entry + ENTRY + done("last_done", "w2"))
 
@@ -267,6 +277,15 @@ def test_what_a_peeled_loop_starts_before_it_is_hidden_up_to_the_done_of_the_fir
     first, _ = sorted(answers(pipelined(3, 4, work("e", 5))), key=lambda it: it.pipelined)
     assert first.exposed_fraction == pytest.approx(20 / 28)
     assert first.overlapped == ("e", "w")
+
+
+def test_the_rest_of_a_peeled_loop_hides_what_is_waited_for_after_it():
+    text = pipelined(1, 1, start("q"), middle=1)  # five trips of 3 µs, the first waits after 1 µs
+    text = text.replace("  %last_done", done("q_done", "q") + "  %last_done")
+    early, outer = (it for it in answers(text) if not it.pipelined)
+    assert (early.num_overlapped, outer.num_overlapped) == (1, 2)  # up to the done, and the rest
+    assert early.exposed_fraction == pytest.approx(27 / 28)
+    assert outer.exposed_fraction == pytest.approx(14 / 28)
 
 
 def test_two_transfers_in_flight_in_a_pipelined_loop_hide_behind_a_whole_trip():
@@ -341,6 +360,7 @@ def test_time_grows_with_the_text_also_where_everything_overlaps_everything():
     found = overlaps(reading, CHIP)
     assert time.perf_counter() - began < 3
     assert [it.num_overlapped for it in found] == [2000] * 2000
+    assert len(found[0].overlapped) == 8 and not found[-1].overlapped  # counted, no more named
 
 
 STEPS = st.lists(
