@@ -83,7 +83,7 @@ class Waits:
         """What waits for `start` in `home`, or why that is not known."""
         if start.opcode == "fusion":
             return self._of_chain(home, start)
-        if not start.opcode.endswith("-start"):
+        if not start.opcode.endswith("-start") and start.opcode not in ("send", "recv"):
             return _UNFINISHED
         found = min(self._waits(home, start), key=lambda wait: wait.where, default=None)
         if found is None:
