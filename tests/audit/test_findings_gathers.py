@@ -1,0 +1,327 @@
+"""What is gathered whole, too wide or only to be cut; and layouts reached by a detour."""
+
+import gzip
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.audit.findings import gathers, reshards
+from jaxpar.audit.source import read
+
+AXES = {"data": 2, "tensor": 4}
+HLO = Path(__file__).parent / "hlo"
+RULES = (*gathers.RULES, *reshards.RULES)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def placed(mesh, shape, *spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P(*spec)))
+
+
+def of_text(text, axes=AXES):
+    reading, problems = read(text, axes)
+    assert not [problem for problem in problems if problem.severity == "error"]
+    return [found for rule in RULES for found in rule(reading)]
+
+
+def of(function, *args):
+    return of_text(jax.jit(function).lower(*args).compile().as_text())
+
+
+def mapped(mesh, function, into, out):
+    return jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=out)
+
+
+def constrained(mesh, x, *spec):
+    return lax.with_sharding_constraint(x, jax.NamedSharding(mesh, P(*spec)))
+
+
+# --- the whole stack of layers at once -------------------------------------------------------
+
+
+def layers(w, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+def gathered_by_hand(w, x):
+    w = lax.all_gather(w, "tensor", axis=1, tiled=True)
+    return layers(w, lax.pcast(x, "tensor", to="varying"))
+
+
+def test_a_stack_gathered_before_the_loop_over_its_layers(mesh):
+    function = mapped(mesh, gathered_by_hand, (P(None, "tensor"), P("data")), P(("data", "tensor")))
+    args = placed(mesh, (6, 256, 256), None, "tensor"), placed(mesh, (8, 256), "data")
+    (found,) = of(function, *args)
+    assert (found.rule, found.severity, found.wire_bytes) == (
+        "whole-stack-gathered", "warning", None,
+    )  # fmt: skip
+    assert "1/6" in found.message and "262,144 bytes would do" in found.message
+    assert "Gather inside the loop" in found.remedy
+    assert found.source.split(":")[0].endswith("test_findings_gathers.py")
+    assert all("(line " in name for name in found.evidence) and len(found.evidence) >= 2
+
+
+def test_a_stack_that_is_sharded_along_its_layers_is_gathered_by_the_partitioner(mesh):
+    (found,) = of(layers, placed(mesh, (8, 256, 256), "tensor"), placed(mesh, (8, 256), "data"))
+    assert found.rule == "whole-stack-gathered"
+    assert "Shard the stack along another dim" in found.remedy
+
+
+def test_a_gather_of_each_layer_in_the_loop_is_fine(mesh):
+    def step(w, x):
+        def body(x, w):
+            return jnp.tanh(x @ lax.all_gather(w, "tensor", axis=0, tiled=True)), None
+
+        return lax.scan(body, lax.pcast(x, "tensor", to="varying"), w)[0]
+
+    function = mapped(mesh, step, (P(None, "tensor"), P("data")), P(("data", "tensor")))
+    args = placed(mesh, (6, 512, 512), None, "tensor"), placed(mesh, (8, 512), "data")
+    assert of(function, *args) == []
+
+
+def test_what_every_trip_reads_whole_may_be_gathered_before_the_loop(mesh):
+    def step(w, x):
+        w = lax.all_gather(w, "tensor", axis=0, tiled=True)
+        x = lax.pcast(x, "tensor", to="varying")
+        return lax.fori_loop(0, 6, lambda i, x: jnp.tanh(x @ w), x)
+
+    function = mapped(mesh, step, (P("tensor"), P("data")), P(("data", "tensor")))
+    args = placed(mesh, (1024, 1024), "tensor"), placed(mesh, (8, 1024), "data")
+    assert of(function, *args) == []
+
+
+def test_a_table_that_a_loop_looks_up_whole_rows_of_outside_is_fine(mesh):
+    def step(table, ids, x):
+        table = lax.all_gather(table, "tensor", axis=0, tiled=True)
+        start = lax.pcast(x, "tensor", to="varying") + table[ids]
+        return lax.fori_loop(0, 3, lambda i, x: jnp.sin(x), start)
+
+    into = (P("tensor"), P("data"), P("data"))
+    function = mapped(mesh, step, into, P(("data", "tensor")))
+    args = (
+        placed(mesh, (2048, 256), "tensor"),
+        placed(mesh, (8,), "data", dtype=jnp.int32),
+        placed(mesh, (8, 256), "data"),
+    )
+    assert of(function, *args) == []
+
+
+# --- types ------------------------------------------------------------------------------------
+
+
+def gather(mesh, after, dtype=jnp.float32, dot=False):
+    def step(x, y):
+        whole = after(lax.all_gather(x, "tensor", axis=0, tiled=True))
+        return (whole, y @ whole) if dot else whole
+
+    out = P("tensor") if not dot else (P("tensor"), P("tensor"))
+    function = mapped(mesh, step, (P("tensor"), P("tensor")), out)
+    return function, placed(mesh, (256, 256), "tensor", dtype=dtype), placed(
+        mesh, (256, 256), "tensor", dtype=dtype
+    )  # fmt: skip
+
+
+def test_a_gather_that_everybody_narrows_after(mesh):
+    (found,) = of(*gather(mesh, lambda x: x.astype(jnp.int8)))
+    assert (found.rule, found.severity) == ("gather-before-narrowing", "warning")
+    assert found.wire_bytes == 256 * 256 * 4 * 3 // 4 * 3 // 4  # 3 of 4 bytes, from 3 of 4 shards
+    assert "s8" in found.message and "Convert the shard" in found.remedy
+
+
+def test_a_gather_of_which_somebody_needs_the_wide_type_is_fine(mesh):
+    assert of(*gather(mesh, lambda x: x.astype(jnp.int8).astype(jnp.float32) + x)) == []
+
+
+NARROWED_ON_GPU = """\
+HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%fused_convert (param_0: f32[1024,512]) -> bf16[1024,512] {
+  %param_0 = f32[1024,512]{1,0} parameter(0)
+  ROOT %convert.1 = bf16[1024,512]{1,0} convert(%param_0)
+}
+
+ENTRY %main (p0: f32[256,512], p1: bf16[512,1024]) -> bf16[512,512] {
+  %p0 = f32[256,512]{1,0} parameter(0)
+  %p1 = bf16[512,1024]{1,0} parameter(1)
+  %all-gather-start = (f32[256,512]{1,0}, f32[1024,512]{1,0}) all-gather-start(%p0), channel_id=1, \
+replica_groups=[2,4]<=[8], dimensions={0}, use_global_device_ids=true, \
+backend_config={"operation_queue_id":"0"}
+  %all-gather-done = f32[1024,512]{1,0} all-gather-done(%all-gather-start)
+  %fusion = bf16[1024,512]{1,0} fusion(%all-gather-done), kind=kLoop, calls=%fused_convert
+  ROOT %dot = bf16[512,512]{1,0} dot(%p1, %fusion), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}
+}
+"""
+
+
+def test_a_float32_gather_for_bfloat16_matmuls_on_a_gpu():
+    (found,) = of_text(NARROWED_ON_GPU)
+    assert found.rule == "gather-before-narrowing"
+    assert found.wire_bytes == 1024 * 512 * 4 * 3 // 4 // 2
+    wide = NARROWED_ON_GPU.replace("bf16", "f32").replace("convert(", "negate(")
+    assert of_text(wide) == []
+
+
+def test_a_bfloat16_gather_that_the_cpu_widens_is_information_once_per_kind(mesh):
+    def step(x, y):
+        whole = lax.all_gather(x, "tensor", axis=0, tiled=True)
+        other = lax.all_gather(jnp.sin(y), "tensor", axis=0, tiled=True)
+        return whole @ other
+
+    function = mapped(mesh, step, (P("tensor"), P("tensor")), P("tensor"))
+    args = [placed(mesh, (256, 256), "tensor", dtype=jnp.bfloat16)] * 2
+    (found,) = of(function, *args)
+    assert (found.rule, found.severity) == ("promoted-dtype", "info")
+    assert "2 all-gather operations" in found.message and "bf16 as f32" in found.message
+    assert found.wire_bytes == 2 * 256 * 256 * 2 * 3 // 4
+
+
+def test_float32_is_not_promoted(mesh):
+    assert of(*gather(mesh, jnp.sin, dot=True)) == []
+
+
+# --- reshardings ------------------------------------------------------------------------------
+
+
+def own_columns(x, axis="tensor"):
+    whole = lax.all_gather(x, "tensor", axis=0, tiled=True)
+    return lax.dynamic_slice_in_dim(jnp.sin(whole), lax.axis_index(axis) * 64, 64, 1)
+
+
+def test_a_gather_of_which_each_device_keeps_its_columns(mesh):
+    function = mapped(mesh, own_columns, P("tensor"), P(None, "tensor"))
+    (found,) = of(function, placed(mesh, (256, 256), "tensor"))
+    assert (found.rule, found.severity) == ("resharding-chain", "warning")
+    assert found.wire_bytes == 256 * 256 * 4 * 3 // 4 * 3 // 4
+    assert "lax.all_to_all" in found.remedy and "rematerialization" not in found.message
+
+
+def test_the_way_over_the_whole_array_is_called_what_xla_calls_it(mesh):
+    def step(x):
+        x = lax.all_gather(x, "tensor", axis=0, tiled=True)
+        x = lax.all_gather(x, "data", axis=0, tiled=True)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(("data", "tensor")) * 64, 64, 1)
+
+    both = ("data", "tensor")
+    function = mapped(mesh, step, P(both), P(None, both))
+    (found,) = of(function, placed(mesh, (512, 512), both))
+    assert "all_gather" in found.message and " and " in found.message
+    assert "involuntary full rematerialization" in found.message
+    gathered = 512 * 512 * 4
+    assert found.wire_bytes == gathered // 2 * 3 // 4 * 3 // 4 + gathered // 2 * 7 // 8
+
+
+def test_a_slice_that_no_device_number_decides_is_no_resharding(mesh):
+    def step(x, start):
+        whole = lax.all_gather(x, "tensor", axis=0, tiled=True)
+        return lax.dynamic_slice_in_dim(whole, start[0], 64, 1)
+
+    function = mapped(mesh, step, (P("tensor"), P()), P("tensor"))
+    args = placed(mesh, (256, 256), "tensor"), placed(mesh, (1,), dtype=jnp.int32)
+    assert of(function, *args) == []
+
+
+def test_a_gather_that_is_sliced_and_used_whole_too_is_fine(mesh):
+    def step(x):
+        whole = lax.all_gather(x, "tensor", axis=0, tiled=True)
+        own = lax.dynamic_slice_in_dim(whole, lax.axis_index("tensor") * 64, 64, 1)
+        return own, whole @ own
+
+    function = mapped(mesh, step, P("tensor"), (P(None, "tensor"), P(None, "tensor")))
+    assert of(function, placed(mesh, (256, 256), "tensor")) == []
+
+
+def exchanged(mesh, between, again="tensor", dims=(0, 1)):
+    def step(x):
+        y = between(lax.all_to_all(x, "tensor", 1, 0, tiled=True))
+        return lax.all_to_all(y, again, *dims, tiled=True)
+
+    both = ("data", "tensor")
+    return mapped(mesh, step, P(both), P(both)), placed(mesh, (1024, 512), both)
+
+
+def test_two_all_to_alls_there_and_back(mesh):
+    (found,) = of(*exchanged(mesh, lambda y: y.T, dims=(1, 0)))
+    assert (found.rule, found.severity) == ("resharding-chain", "warning")
+    assert "there and back" in found.message
+    assert found.wire_bytes == 1024 * 512 * 4 // 8 * 3 // 4
+
+
+def test_two_all_to_alls_over_two_axes_in_a_row_are_information(mesh):
+    (found,) = of(*exchanged(mesh, lambda y: y, again="data"))
+    assert (found.rule, found.severity) == ("resharding-chain", "info")
+    assert found.wire_bytes == 1024 * 512 * 4 // 8 * (6 + 4 - 7) // 8
+
+
+def test_work_between_two_all_to_alls_is_what_they_are_for(mesh):
+    assert of(*exchanged(mesh, lambda y: jax.nn.softmax(y @ y.T) @ y)) == []
+
+
+# --- gathered to be reduced -------------------------------------------------------------------
+
+
+def test_logits_gathered_for_their_maximum(mesh):
+    def step(x):
+        return jnp.max(constrained(mesh, jnp.sin(x), "data", None), -1)
+
+    (found,) = of(step, placed(mesh, (256, 1024), "data", "tensor"))
+    assert (found.rule, found.severity) == ("gathered-to-reduce", "warning")
+    assert "524,288 bytes over tensor" in found.message
+    assert 0 < found.wire_bytes < 524_288 * 3 // 4
+    assert "lax.pmax" in found.remedy
+
+
+def test_logits_gathered_for_a_loss(mesh):
+    def step(x, labels):
+        logits = lax.all_gather(x, "tensor", axis=1, tiled=True)
+        log_sum = jax.nn.logsumexp(logits, axis=-1)
+        label = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+        return jnp.sum(log_sum - label)[None]
+
+    into, both = (P("data", "tensor"), P("data")), P(("data", "tensor"))
+    function = mapped(mesh, step, into, both)
+    labels = placed(mesh, (256,), "data", dtype=jnp.int32)
+    (found,) = of(function, placed(mesh, (256, 1024), "data", "tensor"), labels)
+    assert found.rule == "gathered-to-reduce"
+
+
+def test_logits_gathered_to_choose_a_few_tokens(mesh):
+    rules = [found.rule for found in of(lambda x: lax.top_k(x, 2)[0],
+                                        placed(mesh, (256, 1024), "data", "tensor"))]  # fmt: skip
+    assert rules == ["gathered-to-reduce"]
+
+
+def test_a_reduction_along_another_dim_than_the_gathered_is_no_reason(mesh):
+    assert of(*gather(mesh, lambda x: jnp.sum(x[:, :128], axis=1))) == []
+
+
+def test_a_gather_for_a_matmul_is_what_gathers_are_for(mesh):
+    def step(x, w):
+        return jnp.max(lax.all_gather(x, "tensor", axis=0, tiled=True) @ w, 0)
+
+    function = mapped(mesh, step, (P("tensor"), P()), P("tensor"))
+    assert of(function, placed(mesh, (256, 512), "tensor"), placed(mesh, (512, 64))) == []
+
+
+def test_a_cumulative_sum_needs_the_whole_dim(mesh):
+    assert of(*gather(mesh, lambda x: jnp.cumsum(x, axis=0))) == []
+
+
+# --- programs that are as they should be ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", json.loads((HLO / "expected.json").read_text()))
+def test_clean_programs_have_no_warning(name):
+    with gzip.open(HLO / f"{name}.txt.gz", "rt") as file:
+        found = of_text(file.read(), None)
+    assert {it.rule for it in found} <= ({"promoted-dtype"} if ".cpu" in name else set())
+    assert not [it for it in found if it.severity == "warning"]
