@@ -34,6 +34,9 @@ _STARTS = ("fusion-start", "async-start")
 _FUSED = ("fusion", *_STARTS)
 _ELSEWHERE = ('async_execution_thread="sparsecore"', 'async_execution_thread="host"')
 _SEEING = ("bitcast", "reshape", "copy", "convert")
+_NEEDS_READING = re.compile(
+    r" (?:dot|convolution|custom-call|fusion|slice|dynamic-slice|dynamic-update-slice|gather)\("
+)
 _PARTIAL = ("dynamic-slice", "slice", "gather")
 _NO_WORK = frozenset(
     {
@@ -59,7 +62,7 @@ class Cost:
         self.chip = chip
         self._computes: dict[str, bool] = {}
         self._seconds: dict[str, float] = {}
-        self._work: dict[str, tuple[Counter[str], int]] = {}
+        self._work: dict[str, tuple[Counter[str], int] | None] = {}
 
     def computes(self, found: Instruction, depth: int = 0) -> bool:
         """Whether the device computes while it runs `found`; loops do if anything in them does."""
@@ -94,7 +97,8 @@ class Cost:
             return min(cycles / chip.clock_hz, _LONGEST)
         flops, moved = self._fused(found, depth) or (_flops(home, found), _bytes(home, found))
         compute = sum(min(n, _MOST) / chip.flops_per_s(dtype) for dtype, n in flops.items())
-        return min(max(compute, min(moved, _MOST) / chip.device_hbm_bytes_per_s), _LONGEST)
+        memory = min(moved, _MOST) / chip.device_hbm_bytes_per_s
+        return min(max(0.0, compute, memory), _LONGEST)  # damaged dims may be below zero
 
     def _any(self, name: str, depth: int) -> bool:
         if name not in self._computes:
@@ -117,21 +121,25 @@ class Cost:
         return self._seconds[name]
 
     def _fused(self, found: Instruction, depth: int) -> tuple[Counter[str], int] | None:
-        """FLOPs by element type, and bytes, of what `found` fuses; None if that is nothing."""
+        """FLOPs by element type, and bytes, of what `found` fuses; None if its own types tell."""
         if found.opcode not in _FUSED or len(found.called) != 1:
             return None
         name = found.called[0][1]
         if name not in self._work:
-            self._work[name] = (Counter(), 0)
-            inner = self.flow.module.computations.get(name)
-            if inner is None or inner.root is None or depth >= MAX_DEPTH:
-                return self._work[name]
+            self._work[name] = None
+            module = self.flow.module
+            inner = module.computations.get(name)
+            if inner is None or depth >= MAX_DEPTH:
+                return None
+            # Reading all bodies would take longer than the rest of an audit.
+            if not _NEEDS_READING.search(module.text, inner.start, inner.end):
+                return None
             flops: Counter[str] = Counter()
             for part in inner.instructions.values():
                 nested = self._fused(part, depth + 1)
-                flops.update(nested[0] if nested else _flops(inner, part))
+                flops += nested[0] if nested else _flops(inner, part)
             read = sum(_read_bytes(inner, given) for given in inner.parameters.values())
-            self._work[name] = (flops, read + _written_bytes(inner, inner.root))
+            self._work[name] = (flops, read + _written_bytes(inner))
         return self._work[name]
 
 
@@ -227,8 +235,11 @@ def _read_bytes(inner: Computation, given: Instruction) -> int:
     return min(read, nbytes(given.shape))
 
 
-def _written_bytes(inner: Computation, root: Instruction) -> int:
+def _written_bytes(inner: Computation) -> int:
     """What a fusion writes: only the new part, where it updates a parameter in place."""
+    root = inner.root
+    if root is None:
+        return 0
     names = [operand.name for operand in root.operands] if root.opcode == "tuple" else [root.name]
     written = 0
     for name in names:

@@ -34,7 +34,7 @@ class Transfers:
     def seconds(self, collective: Collective) -> float:
         """Seconds of one execution, on a link that nothing else uses."""
         chip, n = self.chip, collective.group_size
-        wire_bytes = min(collective.wire_bytes, _MOST)
+        wire_bytes = max(0, min(collective.wire_bytes, _MOST))
         if chip.topology == "switch":
             bandwidth = chip.link_bytes_per_s * chip.num_links
             together, leaves = self._together_in(collective)
@@ -45,7 +45,7 @@ class Transfers:
             return wire_bytes / chip.link_bytes_per_s
         directions = 2 if n > 2 else 1
         if collective.kind in ("all-to-all", "ragged-all-to-all"):
-            hop_bytes = min(collective.payload_bytes, _MOST) * (n * n // 4) / n
+            hop_bytes = max(0, min(collective.payload_bytes, _MOST)) * (n * n // 4) / n
             return hop_bytes / directions / chip.link_bytes_per_s
         return wire_bytes / directions / chip.link_bytes_per_s
 
