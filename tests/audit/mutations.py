@@ -53,7 +53,8 @@ _HOSTILE_GROUPS = (b"[1000000,1000000]<=[1000000000000]", b"[1,131072]<=[131072]
     b"mesh['a'=8] {'a':(3)2}", b"[0]<=[0]", b"[" + b"2," * 40 + b"1]<=[8]", b"{}", b"")  # fmt: skip
 _JUNK = (b"\0", b"\xff\xfe", b"\xc3\x28", b"\x1b[2J", b"\x7f", b"\xef\xbb\xbf", b"\r", b"\r\n",
     b"\x0b", b"\x0c", b"\xe2\x80\xa8", b"\xc2\x85", b"\\", b"/*", b"*/", b"#", b"%", b"=", b" ",
-    b"\t", b"\xed\xa0\x80", b"HloModule x\n", b"\n}\n", b"\n\n", b"ENTRY e {\n", b"ROOT ")  # fmt: skip
+    b"\t", b"\xed\xa0\x80", b"HloModule x\n", b"\n}\n", b"\n\n", b"ENTRY e {\n",
+    b"ROOT ")  # fmt: skip
 _OPCODES = (
     b"all-reduce all-gather reduce-scatter all-to-all collective-permute collective-broadcast "
     b"all-gather-start all-gather-done all-reduce-start async-start async-done while conditional "
