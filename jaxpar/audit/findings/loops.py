@@ -160,10 +160,7 @@ def _accumulation(
 
 
 class _Sums:
-    """The elements of a loop's state that every trip adds something to.
-
-    `terms` tells, by the value that is added, to which elements.
-    """
+    """The elements of a loop's state that every trip adds something to."""
 
     def __init__(self, producers: Producers, body: Computation) -> None:
         self.producers = producers
@@ -200,10 +197,24 @@ class _Sums:
                 todo += operand_places(end.instruction, end)
             elif end.instruction.opcode == "parameter":
                 num_old += end.operand.path == (index,)
+            elif (number := self._scaled(end)) is not None:
+                todo.append(operand_places(end.instruction, end)[number])
         if num_old == 1 and not todo:
             self._places[index] = adds
             for end in adds:
                 self._adds[value_key(end)] = index
+
+    def _scaled(self, end: Place) -> int | None:
+        """Which operand an instruction multiplies by a constant, or divides by one, if it does."""
+        made = end.instruction
+        if made is None or made.opcode not in ("multiply", "divide") or len(made.operands) != 2:
+            return None
+        left, right = operand_places(made, end)
+        if self.producers.made_from(right, _is_constant):
+            return 0
+        if made.opcode == "multiply" and self.producers.made_from(left, _is_constant):
+            return 1
+        return None
 
     def _is_clean(self, index: int) -> bool:
         """Whether neither the old element nor the new one is used for anything but the sum."""
@@ -236,17 +247,29 @@ class _Sums:
         path: tuple[int, ...],
         calls: tuple[tuple[Computation, Instruction], ...] = (),
     ) -> tuple[Use, ...] | None:
-        return uses(self.reading, computation, found, path, calls=calls, through=_LINEAR)
+        return uses(
+            self.reading,
+            computation,
+            found,
+            path,
+            calls=calls,
+            through=_LINEAR,
+            passes=lambda use: self._scaled(_made_by(use)) == use.index,
+        )
+
+
+def _is_constant(end: Place) -> bool | None:
+    opcode = end.instruction.opcode if end.instruction is not None else ""
+    return True if opcode in CONSTANTS else (None if opcode in PURE else False)
+
+
+def _made_by(use: Use) -> Place:
+    made = Operand(name=use.instruction.name)
+    return Place(computation=use.computation, operand=made, calls=use.calls)
 
 
 def _key(use: Use) -> tuple[str, str, tuple[int, ...]]:
-    return value_key(
-        Place(
-            computation=use.computation,
-            operand=Operand(name=use.instruction.name),
-            calls=use.calls,
-        )
-    )
+    return value_key(_made_by(use))
 
 
 def many_small_collectives(reading: Reading) -> Iterator[Finding]:

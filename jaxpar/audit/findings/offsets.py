@@ -16,8 +16,8 @@ from jaxpar.audit.shape import Array
 MAX_INSTRUCTIONS = 64
 """Instructions that are worked out for one index; JAX needs about ten."""
 
-MAX_TABLE = 1 << 17
-"""Entries of a table by device that are read."""
+MAX_DEVICES = 1 << 14
+"""Devices of a program up to which this is worked out: 16,384."""
 
 _Values = NDArray[np.int64]
 _NUMBERS = re.compile(r"[{}\s]*-?[0-9]{1,10}(?:[,{}\s]+-?[0-9]{1,10})*[{}\s]*")
@@ -63,7 +63,7 @@ def on_each_device(producers: Producers, place: Place) -> _Values | None:
     Integers of any width are taken to be wide enough.
     """
     devices = producers.reading.module.partitions
-    if devices is None or producers.reading.module.replicas != 1:
+    if devices is None or devices > MAX_DEVICES or producers.reading.module.replicas != 1:
         return None
     known: dict[object, _Values] = {}
     todo = [place]
@@ -125,7 +125,7 @@ def _made(end: Place, operands: list[_Values], devices: int) -> _Values | None:
 def _constant(text: str, dims: tuple[int, ...], devices: int) -> _Values | None:
     """A number, the same on every device, or a table."""
     text = text.replace("true", "1").replace("false", "0")
-    if len(text) > 12 * MAX_TABLE or not _NUMBERS.fullmatch(text):
+    if len(text) > 12 * MAX_DEVICES or not _NUMBERS.fullmatch(text):
         return None
     numbers = np.array([int(it) for it in re.findall(r"-?[0-9]+", text)], dtype=np.int64)
     if not dims and len(numbers) == 1:
