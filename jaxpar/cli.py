@@ -16,7 +16,7 @@ from rich.table import Table
 
 from jaxpar.errors import JaxparError
 
-FAILED, BAD_INPUT, INCOMPLETE = 1, 2, 3
+FAILED, BAD_INPUT = 1, 2
 
 WIDTH_WHEN_PIPED = 160
 """Columns of what goes to a file, where there is no terminal to ask."""
@@ -144,27 +144,84 @@ def explain(
 
 @app.command()
 def audit(
-    path: Annotated[Path, typer.Argument(help="Compiled HLO text: .txt, .hlo, or either .gz.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH|MODULE:FN",
+            help="Compiled HLO: text (.txt, .hlo, or .gz of it), a serialized module (.pb), a "
+            "folder that XLA dumped into; or a function without arguments of a module that can be "
+            "imported from here: it returns (jitted, *arguments), a Lowered, a Compiled or HLO "
+            "text, or is a jitted function itself.",
+        ),
+    ],
     mesh: Annotated[
         str | None, typer.Option(help="Your axes, any names: dp=2,tp=4; or a mesh file.")
+    ] = None,
+    group_by: Annotated[
+        str | None,
+        typer.Option(
+            help="Sums instead of operations, by axis, kind, phase, scope, source or layer: the "
+            "part of the scope that ends in layer(s), block(s) or is h, with its number "
+            "(layers_3, h.3); without one, as in a scan over layers, 'layers (scan)'."
+        ),
+    ] = None,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Bytes from each device to each other.")
+    ] = False,
+    budget: Annotated[
+        Path | None, typer.Option(help="TOML file of limits; exit code 1 when one is not kept.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|MODULE:FN",
+            help="What changed since this program; exit code 1 when the communication differs.",
+        ),
+    ] = None,
+    chip: Annotated[
+        str | None, typer.Option(help="Chip by which times are estimated, e.g. h100.")
+    ] = None,
+    devices_per_host: Annotated[
+        int | None, typer.Option(min=1, help="Tells which groups leave a host.")
+    ] = None,
+    module: Annotated[
+        str | None, typer.Option(help="In a dump folder: the module with this in its name.")
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="In a dump folder: final, or partitioned.")
     ] = None,
     json_path: Json = None,
 ) -> None:
     """What a compiled program communicates: which collective, which axis, how often, how much."""
-    from jaxpar.audit import audit as read
-    from jaxpar.mesh import MeshSpec
-    from jaxpar.report.text import audit_table, literal
+    from jaxpar.cli_audit import Request, answer
 
     _check_writable(json_path)
-    result = read(path, mesh=MeshSpec.load(mesh) if mesh and "=" not in mesh else mesh)
+    options = {
+        "chip": chip,
+        "devices_per_host": devices_per_host,
+        "module": module,
+        "stage": stage,
+    }
+    said = answer(
+        Request(
+            what=what,
+            mesh=mesh,
+            group_by=group_by,
+            matrix=matrix,
+            budget=budget,
+            against=against,
+            options={key: value for key, value in options.items() if value is not None},
+        )
+    )
     console = _console()
-    _print_table(console, audit_table(result))
-    for finding in result.findings:
-        message = finding.message.removesuffix(".")
-        console.print(literal(f"{finding.severity}: {message}. {finding.remedy}"), soft_wrap=True)
-    _write_json(json_path, result.to_json())
-    if not result.program.complete:
-        raise typer.Exit(INCOMPLETE)
+    for part in said.shown:
+        if isinstance(part, Table):
+            _print_table(console, part)
+        else:
+            console.print(part, soft_wrap=True)
+    _write_json(json_path, said.data)
+    if said.code:
+        raise typer.Exit(said.code)
 
 
 @app.callback(invoke_without_command=True)

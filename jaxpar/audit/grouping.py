@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxpar.audit.result import Audit, Buffer, Collective
 from jaxpar.audit.scope import MERGED
 from jaxpar.errors import AuditError, require_choice
@@ -213,6 +216,22 @@ def _group(key: str, portions: list[Portion], total: int | None) -> Group:
         wire_share=wire / total if total and wire is not None else None,
         exposed_fraction=exposed[0] if exposed and exposed[0] == exposed[1] else None,
     )
+
+
+def by_outer_axis(
+    matrix: NDArray[np.int64], mesh: Mapping[str, int] | None
+) -> tuple[list[str], NDArray[np.int64]] | None:
+    """Bytes between devices, [n, n], added up along all but the outermost axis of the mesh.
+
+    Gives the names of the k rows ("data=0", …) and the matrix [k, k], whose diagonal stays within
+    a row's devices. None without a mesh that has more than one device and fits.
+    """
+    axis, k = next(((axis, k) for axis, k in (mesh or {}).items() if k > 1), ("", 1))
+    n = len(matrix)
+    if k == 1 or n % k:
+        return None
+    names = [f"{axis}={i}" for i in range(k)]
+    return names, matrix.reshape(k, n // k, k, n // k).sum(axis=(1, 3))
 
 
 def layer_of(scope: str) -> str:

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.audit.compare import Amount, Line
-from jaxpar.audit.result import Audit
 from jaxpar.strategies.strategy import Card, Expected
 from jaxpar.tour import Row, Tour
 
@@ -52,7 +51,7 @@ def triple(line: Line, field: str) -> str:
 
 def tour_table(tour: Tour) -> Table:
     """strategy · mesh · collective · axis · phase · executions · payload · wire · error · note."""
-    table = _table(
+    table = plain_table(
         f"{tour.model} on {tour.corpus}, {tour.num_steps} steps, float32, 8 virtual CPU devices",
         ["strategy", "mesh", "collective", "axis", "phase"],
         ["executions", "payload", "wire"],
@@ -113,7 +112,7 @@ def card_table(card: Card) -> Table:
 
 
 def expected_table(rows: Sequence[Expected], title: str) -> Table:
-    table = _table(
+    table = plain_table(
         title, ["collective", "axis", "phase"], ["count", "payload", "total"], ["dtype", "why"]
     )
     for row in rows:
@@ -135,41 +134,8 @@ def expected_table(rows: Sequence[Expected], title: str) -> Table:
     return table
 
 
-def audit_table(audit: Audit) -> Table:
-    """One line per collective operation; untrusted names are shown as they are, never as markup."""
-    table = _table(
-        f"{audit.program.name}, {audit.program.platform}, {audit.program.num_devices} devices",
-        ["collective", "axis", "phase"],
-        ["count", "payload", "wire"],
-        ["dtype", "scope", "source"],
-    )
-    for found in audit.collectives:
-        if found.count is not None:
-            count = str(found.count)
-        else:
-            count = f"{found.count_min}…{'?' if found.count_max is None else found.count_max}"
-        table.add_row(
-            *map(
-                literal,
-                [
-                    found.kind,
-                    ",".join(found.axes) if found.axes else found.axes_note or "?",
-                    found.phase,
-                    count,
-                    size(found.payload_bytes),
-                    size(found.wire_bytes),
-                    found.dtype
-                    if found.dtype == found.program_dtype
-                    else f"{found.program_dtype} as {found.dtype}",
-                    found.scope,
-                    found.source or "",
-                ],
-            )
-        )
-    return table
-
-
-def _table(title: str, left: list[str], right: list[str], more: list[str]) -> Table:
+def plain_table(title: str, left: list[str], right: list[str], more: list[str]) -> Table:
+    """An empty table: columns of names, of numbers (aligned right), and of whatever follows."""
     table = Table(box=box.SIMPLE_HEAD, title=literal(title), title_justify="left", pad_edge=False)
     for name in left:
         table.add_column(name, no_wrap=True)
