@@ -54,25 +54,23 @@ class Move:
     axes: tuple[str, ...] | None = ("x",)
     group_size: int = 8
 
-    def __str__(self) -> str:
-        times = f" × {self.count}" if self.count != 1 else ""
-        return f"{self.kind} {self.payload_bytes:,} B{times}"
+
+Outcome = tuple[Sequence[Move], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """`moves` maps a pattern of the HLO to the moves where XLA's versions differ, and `sends` too.
+    """`either` maps a pattern to the moves and bytes sent of a program whose HLO matches it.
 
-    `sends` and `needs` are bytes that one device sends in a step; `sends` is None where the count
-    is not known. `one_device` computes the same without any mesh.
+    That is one empty pattern where XLA's versions agree. Bytes sent, and `needs`, are those of one
+    device in a step, None where a count is not known. `one_device` computes the same on no mesh.
     """
 
     function: Callable[..., Any]
     mesh: str
     inputs: Sequence[Input]
     out: Any
-    moves: Sequence[Move] | Mapping[str, Sequence[Move]]
-    sends: int | Mapping[str, int] | None
+    either: Mapping[str, Outcome]
     needs: int
     instead: str
     one_device: Callable[..., Any]
@@ -82,23 +80,25 @@ class Program:
         return self.function.__name__
 
     @property
+    def why(self) -> str:
+        return " ".join((self.function.__doc__ or "").split())
+
+    @property
     def code(self) -> str:
-        """What the function returns, as it is written here, on one line."""
+        """What the function does, as it is written, on one line."""
         source = textwrap.dedent(inspect.getsource(self.function))
-        body = source.split('"""', 2)[2].strip().removeprefix("return ")
-        return re.sub(r"\s+", " ", body)
+        lines = source.split('"""', 2)[2].strip().splitlines()
+        return "; ".join(line.strip().removeprefix("return ") for line in lines)
 
     def given(self) -> str:
         """Inputs by name, type and sharding."""
         names = inspect.signature(self.function).parameters
         return ", ".join(f"{name}: {it}" for name, it in zip(names, self.inputs, strict=True))
 
-    def expected(self, text: str) -> tuple[Sequence[Move], int | None]:
+    def outcome(self, text: str) -> Outcome:
         """Moves and bytes sent that belong to the HLO in `text`."""
-        if not isinstance(self.moves, Mapping) or not isinstance(self.sends, Mapping):
-            return self.moves, self.sends
-        (chosen,) = (pattern for pattern in self.moves if re.search(pattern, text))
-        return self.moves[chosen], self.sends[chosen]
+        (found,) = (it for pattern, it in self.either.items() if re.search(pattern, text))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +141,9 @@ PROGRAMS: dict[str, Program] = {}
 def program(
     *inputs: Input,
     out: Any = None,
-    moves: Sequence[Move] | Mapping[str, Sequence[Move]] = (),
-    sends: int | Mapping[str, int] | None = 0,
+    moves: Sequence[Move] = (),
+    sends: int | None = 0,
+    either: Mapping[str, Outcome] | None = None,
     needs: int = 0,
     instead: str = "",
     mesh: str = "x=8",
@@ -156,8 +157,7 @@ def program(
             mesh=mesh,
             inputs=inputs,
             out=out,
-            moves=moves if isinstance(moves, Mapping) else sorted(moves, key=_order),
-            sends=sends,
+            either=either or {"": (sorted(moves, key=_order), sends)},
             needs=needs,
             instead=instead,
             one_device=one_device or function,
@@ -202,7 +202,7 @@ def run(name: str) -> Run:
     compiled = jax.jit(one.function, **options).lower(*arrays).compile()
     return Run(
         audit=audit(compiled),
-        text=compiled.as_text(),
+        text=compiled.as_text() or "",
         result=_numbers(compiled(*arrays)),
         reference=_numbers(jax.jit(one.one_device)(*map(jnp.asarray, values))),
     )
@@ -211,7 +211,7 @@ def run(name: str) -> Run:
 def check(name: str) -> None:
     """The audit is what was derived by hand, and 8 devices compute what one does."""
     one, done = PROGRAMS[name], run(name)
-    moves, sends = one.expected(done.text)
+    moves, sends = one.outcome(done.text)
     assert done.audit.program.complete
     assert done.moves() == list(moves), f"{done.moves()} is not {moves}"
     assert done.sends() == sends, f"sends {done.sends()}, not {sends}"
@@ -225,7 +225,7 @@ def check_instead(name: str) -> None:
     better, done = PROGRAMS[one.instead], run(name)
     assert (better.inputs, better.out) == (one.inputs, one.out)
     _assert_close(run(better.name).result, done.result)
-    improved, sends = run(better.name).sends(), one.expected(done.text)[1]
+    improved, sends = run(better.name).sends(), one.outcome(done.text)[1]
     assert improved is not None and sends is not None
     assert improved >= one.needs
     assert improved < sends or sends == one.needs, f"{improved} B are not less than {sends} B"

@@ -30,23 +30,18 @@ from tests.audit.programs import (
 # --- FFT (jax-ml/jax#13081, #15680, #20683; openxla/xla#24) ----------------------------------
 
 _FFT_OF_ROWS = {
-    r"c64\[1,16\]\S* fft\(": [],  # partitioned along the rows, since XLA of 2026
-    r"c64\[8,16\]\S* fft\(": [all_gather(1024)],
+    r"c64\[1,16\]\S* fft\(": ([], 0),  # partitioned along the rows, since XLA of 2026
+    r"c64\[8,16\]\S* fft\(": ([all_gather(1024)], 896),
 }
-_FFT_SENDS = {r"c64\[1,16\]\S* fft\(": 0, r"c64\[8,16\]\S* fft\(": 896}
 
 
-@program(
-    c64(8, 16), out=P("x"), moves=_FFT_OF_ROWS, sends=_FFT_SENDS, instead="fft_of_rows_by_shard"
-)
+@program(c64(8, 16), out=P("x"), either=_FFT_OF_ROWS, instead="fft_of_rows_by_shard")
 def fft_of_rows(x):
     """Each row is whole on one device: 0 B. Older XLA gathers all 1,024 B, whatever the dim."""
     return jnp.fft.fft(x, axis=1)
 
 
-@program(
-    c64(8, 16), out=P("x"), moves=_FFT_OF_ROWS, sends=_FFT_SENDS, instead="fft_of_rows_by_shard"
-)
+@program(c64(8, 16), out=P("x"), either=_FFT_OF_ROWS, instead="fft_of_rows_by_shard")
 def fft_vmapped(x):
     """The same operation as `fft_of_rows`: vmap says nothing to the partitioner."""
     return jax.vmap(jnp.fft.fft)(x)

@@ -35,7 +35,7 @@ from tests.audit.programs import (
     one_device=lambda x: 8 * x.reshape(8, 8).sum(0),
 )
 def sum_of_a_sum(x):
-    """The second adds eight equal numbers; nobody simplifies that, and the result is 8 times."""
+    """The second adds eight equal numbers: 8 times the sum, and nothing in XLA simplifies it."""
     local = lambda x: lax.psum(lax.psum(x, "x"), "x")  # noqa: E731
     return per_device(local, P("x"), P(), check_vma=False)(x)
 
