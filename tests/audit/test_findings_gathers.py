@@ -295,9 +295,9 @@ def test_logits_gathered_for_a_loss(mesh):
 
 
 def test_logits_gathered_to_choose_a_few_tokens(mesh):
-    rules = [found.rule for found in of(lambda x: lax.top_k(x, 2)[0],
-                                        placed(mesh, (256, 1024), "data", "tensor"))]  # fmt: skip
-    assert rules == ["gathered-to-reduce"]
+    found = of(lambda x: lax.top_k(x, 2)[0], placed(mesh, (256, 1024), "data", "tensor"))
+    assert [it.rule for it in found] == ["gathered-to-reduce", "before-opaque-call"]
+    assert "over tensor" in found[0].message and "over data" in found[1].message
 
 
 def test_a_reduction_along_another_dim_than_the_gathered_is_no_reason(mesh):

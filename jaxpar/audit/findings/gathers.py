@@ -11,8 +11,10 @@ from collections.abc import Iterator
 
 from jaxpar.audit.dataflow import SAME_VALUE, Place
 from jaxpar.audit.findings.common import Use, axes_text, finding, step_bytes, uses
+from jaxpar.audit.findings.gathered import MIN_BYTES, Gather, dims_in, gathers, result_array
+from jaxpar.audit.findings.opaque import before_opaque_call
+from jaxpar.audit.findings.reshards import gathered_then_sliced
 from jaxpar.audit.findings.values import (
-    ELEMENTWISE,
     REARRANGED,
     Producers,
     operand_bytes,
@@ -23,42 +25,31 @@ from jaxpar.audit.reading import Reading, Site
 from jaxpar.audit.result import Finding
 from jaxpar.audit.shape import Array, bit_width, leaves, nbytes
 
-MIN_BYTES = 1 << 16
-"""Payload below which an operation costs its latency, not its bytes: not worth a change."""
-
 MIN_STACK_BYTES = 1 << 20
 """Gathered stacks below this do not matter for memory."""
 
 _MOVED = SAME_VALUE | {"transpose"}
 _TAKES_FEW = frozenset({"gather", "dynamic-slice", "reduce-scatter"})
-_SAME_DIMS = ELEMENTWISE | {"all-gather", "all-gather-start"}  # that along another dim
 _PICKS_TOP = ("TopK", "topk", "PartialReduce")
 _WINDOW = re.compile(r"\bsize=(\d{1,18}(?:x\d{1,18})*)")
-_DIMENSIONS = re.compile(r"\{(\d{1,3}(?:,\s?\d{1,3})*)\}")
 
 
-def whole_stack_gathered(reading: Reading) -> Iterator[Finding]:
+def whole_stack_gathered(reading: Reading, found: list[Gather]) -> Iterator[Finding]:
     """An all-gather of a stack of which the loop after it reads one slice per trip."""
     stacks = _Stacks(Producers(reading))
-    for site in reading.sites:
-        if site.collective.kind != "all-gather":
-            continue
-        if site.collective.payload_bytes < MIN_STACK_BYTES:
-            continue
-        for number, path in enumerate(result_paths(site)):
-            stack = result_array(site, number)
-            ends = uses(reading, site.computation, site.instruction, path, through=REARRANGED)
-            slices = [cut for end in ends or () for cut in stacks.slices(end, site, path)]
-            if stack is None or stack.nbytes < MIN_STACK_BYTES or not slices:
-                continue
-            yield _whole_stack(reading, site, number, stack, slices)
+    for gather in found:
+        if gather.array.nbytes >= MIN_STACK_BYTES:
+            slices = [cut for end in gather.ends for cut in stacks.slices(end, gather)]
+            if slices:
+                yield _whole_stack(reading, gather, slices)
 
 
 def _whole_stack(
-    reading: Reading, site: Site, number: int, stack: Array, slices: list[tuple[Instruction, int]]
+    reading: Reading, gather: Gather, slices: list[tuple[Instruction, int]]
 ) -> Finding:
+    site, stack = gather.site, gather.array
     cut, num_layers = slices[0]
-    if gathered_dim(site) == 0:
+    if gather.dim == 0:
         remedy = (
             "Shard the stack along another dim than the one the loop goes over (its leading one), "
             "so that each trip gathers its own slice."
@@ -88,8 +79,8 @@ class _Stacks:
         self.reading = producers.reading
         self._gathered: dict[tuple[str, str], dict[tuple[int, tuple[int, ...]], list[int]]] = {}
 
-    def slices(self, end: Use, site: Site, path: tuple[int, ...]) -> list[tuple[Instruction, int]]:
-        """How the loop at `end` cuts the result `path` of `site`, each with the number of slices.
+    def slices(self, end: Use, gather: Gather) -> list[tuple[Instruction, int]]:
+        """How the loop at `end` cuts a result, each with the number of slices.
 
         Empty when `end` is no loop, or one that needs the result whole.
         """
@@ -101,7 +92,7 @@ class _Stacks:
             self._gathered[key] = self._find(end.computation, loop)
         body = self.reading.module.computations.get(dict(loop.called).get("body", ""))
         found: list[tuple[Instruction, int]] = []
-        for index in self._gathered[key].get((id(site), path), ()):
+        for index in self._gathered[key].get((id(gather.site), gather.path), ()):
             cuts = [] if body is None else _slices_per_trip(self.reading, body, index)
             if not cuts:
                 return []
@@ -244,58 +235,41 @@ def _widened_bytes(site: Site) -> int | None:
     return step_bytes(site, max(0.0, 1 - bit_width(asked) / bit_width(sent)))
 
 
-def gathered_to_reduce(reading: Reading) -> Iterator[Finding]:
+def gathered_to_reduce(reading: Reading, found: list[Gather]) -> Iterator[Finding]:
     """An all-gather of which only maxima, sums or the like along the gathered dim are used."""
-    for site in reading.sites:
-        if site.collective.kind != "all-gather" or site.collective.payload_bytes < MIN_BYTES:
+    for gather in found:
+        reductions = _reductions(reading, gather)
+        part = 1 - sum(nbytes(it.shape) for it in reductions) / gather.array.nbytes
+        if not reductions or part <= 0:
             continue
-        dim = gathered_dim(site)
-        saved, reductions = 0, []
-        for number, path in enumerate(result_paths(site)):
-            array = result_array(site, number)
-            if array is None or dim is None or dim >= len(array.dims):
-                continue
-            found = _reductions(reading, site, path, array.dims[dim])
-            kept = sum(nbytes(it.shape) for it in found)
-            if found and kept < array.nbytes:
-                saved += round(operand_bytes(site, number) * (1 - kept / array.nbytes))
-                reductions += found
-        if saved:
-            yield finding(
-                reading,
-                "gathered-to-reduce",
-                f"{site.instruction.name} gathers {site.collective.payload_bytes:,} bytes "
-                f"{axes_text(site)}, and all that becomes of it is reduced along the dim that was "
-                f"gathered ({reductions[0].name}): logits or activations gathered whole",
-                "Reduce the shard first and communicate the result: lax.pmax(x.max(-1), axis) and "
-                "lax.psum(jnp.exp(x - m).sum(-1), axis) for a softmax or its loss; the local "
-                "lax.top_k, then the gather of k candidates, for a choice of tokens.",
-                [site.instruction, *dict.fromkeys(reductions)],
-                wire_bytes=step_bytes(site, wire_bytes=saved),
-            )
+        site = gather.site
+        yield finding(
+            reading,
+            "gathered-to-reduce",
+            f"{site.instruction.name} gathers {gather.array.nbytes:,} bytes {axes_text(site)}, and "
+            "all that becomes of it is reduced along the dim that was gathered "
+            f"({reductions[0].name}): logits or activations gathered whole",
+            "Reduce the shard first and communicate the result: lax.pmax(x.max(-1), axis) and "
+            "lax.psum(jnp.exp(x - m).sum(-1), axis) for a softmax or its loss; the local "
+            "lax.top_k, then the gather of k candidates, for a choice of tokens.",
+            [site.instruction, *dict.fromkeys(reductions)],
+            wire_bytes=step_bytes(site, part, operand_bytes(site, gather.number)),
+        )
 
 
-def _reductions(
-    reading: Reading, site: Site, path: tuple[int, ...], gathered: int
-) -> list[Instruction]:
-    """The reductions along the gathered dim (of that size) that are all that a result is for.
+def _reductions(reading: Reading, gather: Gather) -> list[Instruction]:
+    """The reductions along the gathered dim that are all that a result is for.
 
     Besides them, few elements may be taken, or each device's own: the label's logit, a gradient.
     """
-    ends = uses(
-        reading,
-        site.computation,
-        site.instruction,
-        path,
-        through=REARRANGED,
-        passes=lambda use: use.instruction.opcode in _SAME_DIMS,
-    )
+    dims = gather.array.dims
+    if gather.dim is None or gather.dim >= len(dims):
+        return []
     found = []
-    for end in ends or ():
-        opcode = end.instruction.opcode
-        if not end.escapes and opcode in _TAKES_FEW and end.index == 0:
+    for end in gather.ends:
+        if not end.escapes and end.instruction.opcode in _TAKES_FEW and end.index == 0:
             continue
-        if end.escapes or not _reduces(reading, end, gathered):
+        if end.escapes or not _reduces(reading, end, dims[gather.dim]):
             return []
         found.append(end.instruction)
     return found
@@ -312,7 +286,7 @@ def _reduces(reading: Reading, end: Use, gathered: int) -> bool:
     dims = given.shape.dims
     reduced: set[int] = set()
     if found.opcode == "reduce" and end.index < len(found.operands) // 2:
-        reduced = set(_numbers(found.attributes.get("dimensions", "")))
+        reduced = set(dims_in(found.attributes.get("dimensions", "")))
     elif found.opcode == "reduce-window" and end.index < len(found.operands) // 2:
         reduced = _windowed(found, given.shape)
     elif _picks_top(reading, end):
@@ -354,31 +328,16 @@ def _bytes_read(use: Use) -> int:
 
 
 def _sorted_dim(found: Instruction, num_dims: int) -> int:
-    return next(iter(_numbers(found.attributes.get("dimensions", ""))), num_dims - 1)
+    return next(iter(dims_in(found.attributes.get("dimensions", ""))), num_dims - 1)
 
 
-def gathered_dim(site: Site) -> int | None:
-    """The dim along which an all-gather concatenates; None if the text does not say."""
-    return next(iter(_numbers(site.instruction.attributes.get("dimensions", ""))), None)
+def needless_gathers(reading: Reading) -> Iterator[Finding]:
+    """What the rules say that share one walk over the uses of all all-gathers."""
+    found = gathers(reading)
+    yield from whole_stack_gathered(reading, found)
+    yield from gathered_then_sliced(reading, found)
+    yield from gathered_to_reduce(reading, found)
+    yield from before_opaque_call(reading, found)
 
 
-def _numbers(text: str) -> list[int]:
-    found = _DIMENSIONS.fullmatch(text.strip())
-    return [int(number) for number in found[1].split(",")] if found else []
-
-
-def result_array(site: Site, number: int) -> Array | None:
-    """Result `number` of a collective; None if there is none."""
-    shape = site.instruction.shape
-    if site.instruction.opcode.endswith("-start") and not isinstance(shape, Array):
-        shape = shape[1] if len(shape) > 1 else shape  # its operands, then its results
-    arrays = list(leaves(shape))
-    return arrays[number] if number < len(arrays) else None
-
-
-RULES = (
-    whole_stack_gathered,
-    gather_before_narrowing,
-    promoted_dtype,
-    gathered_to_reduce,
-)
+RULES = (needless_gathers, gather_before_narrowing, promoted_dtype)

@@ -1,31 +1,21 @@
-"""Rules about where communication stands: before what, beside what, between which devices."""
+"""Rules about where communication stands: beside what, and between which devices."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from jaxpar.audit.collect import KINDS
 from jaxpar.audit.cost import Cost
-from jaxpar.audit.findings.common import Use, axes_text, finding, step_bytes, uses
-from jaxpar.audit.findings.gathers import MIN_BYTES, gathered_dim
-from jaxpar.audit.findings.values import (
-    ELEMENTWISE,
-    REARRANGED,
-    Groups,
-    operand_bytes,
-    result_paths,
-    standing,
-)
+from jaxpar.audit.findings.common import axes_text, finding, step_bytes
+from jaxpar.audit.findings.values import Groups, standing
 from jaxpar.audit.groups import parse_groups, parse_pairs
 from jaxpar.audit.links import Transfers
 from jaxpar.audit.reader import Computation, Instruction
 from jaxpar.audit.reading import Reading, Site
 from jaxpar.audit.result import Finding
-from jaxpar.audit.shape import Array
 from jaxpar.hardware import chip
 
 MIN_EXPOSED_BYTES = 1 << 20
@@ -35,91 +25,7 @@ MAX_EXAMINED = 4
 """Exposed collectives of one computation that are examined: the largest."""
 
 _TYPICAL = {"gpu": "h100", "tpu": "v5p"}  # the chip of the text is not known
-_ASKED_FOR = ("all_gather", "all_gather_invariant", "all-gather", "all_gather_reduced")
-_LIBRARY = frozenset({"cholesky", "fft", "sort", "topk", "triangular-solve"})
-_NEUTRAL = re.compile(  # what backends put into partitioned programs, and markers
-    r"__(?!gpu\$TopK)|AllocateBuffer|Assume|AsyncCollective|ConcatBitcast|GatherScatter"
-    r"|LayoutConstraint|MoveTo|SPMD|Sharding|TODO|annotate_|\Z"
-)
-_TARGET = re.compile(r'"([^"]{0,200})"')
-_NUMBERS = re.compile(r"\d{1,9}")
 _GROUPS, _PAIRS = "replica_groups=", "source_target_pairs="
-
-
-def before_opaque_call(reading: Reading) -> Iterator[Finding]:
-    """An all-gather that XLA put in because what follows cannot be partitioned."""
-    for site in reading.sites:
-        collective = site.collective
-        if collective.kind != "all-gather" or collective.payload_bytes < MIN_BYTES:
-            continue
-        if site.instruction.op_name.rpartition("/")[2].rstrip(")") in _ASKED_FOR:
-            continue
-        saved, calls = 0, []
-        for number, path in enumerate(result_paths(site)):
-            found = _opaque_users(reading, site, path)
-            if found:
-                saved += operand_bytes(site, number)
-                calls += found
-        if calls:
-            yield finding(
-                reading,
-                "before-opaque-call",
-                f"{site.instruction.name} gathers {collective.payload_bytes:,} bytes "
-                f"{axes_text(site)} for {_called(calls[0])}, which XLA does not partition: every "
-                "device then computes all of it",
-                "Put the call into jax.shard_map over its batch dims, so that each device runs it "
-                "on its own shard; a dim that the call works along has to be whole on each device.",
-                [site.instruction, *dict.fromkeys(calls)],
-                wire_bytes=step_bytes(site, wire_bytes=saved),
-            )
-
-
-def _opaque_users(reading: Reading, site: Site, path: tuple[int, ...]) -> list[Instruction]:
-    """The calls that are all that a result is for, and could have had their part of it each."""
-    ends = uses(
-        reading,
-        site.computation,
-        site.instruction,
-        path,
-        through=REARRANGED,
-        passes=lambda use: use.instruction.opcode in ELEMENTWISE or _gathers_on(use),
-    )
-    dim = gathered_dim(site)
-    if all(not end.escapes and _is_opaque(end, dim) for end in ends or ()):
-        return [end.instruction for end in ends or ()]
-    return []
-
-
-def _gathers_on(use: Use) -> bool:
-    return use.instruction.opcode.removesuffix("-start") == "all-gather"
-
-
-def _is_opaque(end: Use, dim: int | None) -> bool:
-    """Whether a use cannot be partitioned, and does not work along dim `dim` of its operand."""
-    found = end.instruction
-    target = _TARGET.fullmatch(found.attributes.get("custom_call_target", ""))
-    if target is not None and _NEUTRAL.match(target[1]):
-        return False
-    top = found.opcode == "topk" or (target is not None and "TopK" in target[1])
-    if target is not None and not top:
-        return True
-    if not (top or found.opcode in _LIBRARY) or dim is None or end.index >= len(found.operands):
-        return False
-    given = end.computation.instructions.get(found.operands[end.index].name)
-    if given is None or not isinstance(given.shape, Array):
-        return False
-    num_dims = len(given.shape.dims)
-    if found.opcode == "sort":
-        along = [int(it) for it in _NUMBERS.findall(found.attributes.get("dimensions", ""))]
-        return dim not in along
-    if found.opcode == "fft":
-        return dim < num_dims - len(_NUMBERS.findall(found.attributes.get("fft_length", "")))
-    return dim < num_dims - (1 if top else 2)
-
-
-def _called(found: Instruction) -> str:
-    target = _TARGET.fullmatch(found.attributes.get("custom_call_target", ""))
-    return f"{found.name} ({target[1] if target else found.opcode})"
 
 
 def exposed_with_independent_compute(reading: Reading) -> Iterator[Finding]:
@@ -145,16 +51,16 @@ def exposed_with_independent_compute(reading: Reading) -> Iterator[Finding]:
         largest = sorted(sites.items(), key=lambda it: -it[1].collective.payload_bytes)
         work = _Work(home, cost)
         for found_name, site in largest[:MAX_EXAMINED]:
-            beside = work.independent(found_name)
-            if work.seconds_of(beside) < transfers.seconds(site.collective):
+            beside = work.enough_beside(found_name, transfers.seconds(site.collective))
+            if not beside:
                 continue
             longest = sorted(beside, key=lambda it: -work.seconds[it])[:3]
             yield finding(
                 reading,
                 "exposed-with-independent-compute",
                 f"nothing runs while {found_name} sends {site.collective.payload_bytes:,} bytes "
-                f"{axes_text(site)}, though {len(beside)} computing instructions beside it neither "
-                f"need it nor make it, of which {longest[0]} takes longest",
+                f"{axes_text(site)}, though {longest[0]} and other work in "
+                "the same computation, long enough to hide it, neither needs it nor makes it",
                 "Let the compiler overlap them: jax.jit(f, compiler_options={"
                 + _OVERLAP[reading.platform]
                 + "}); in the program, issue the collective before that work (software pipelining "
@@ -174,15 +80,33 @@ _OVERLAP = {
 
 
 class _Work:
-    """What one computation computes, and what of it does not depend on a given instruction."""
+    """What one computation computes, and what of it does not depend on a given instruction.
+
+    `seconds` are worked out as they are needed.
+    """
 
     def __init__(self, home: Computation, cost: Cost) -> None:
+        self.home = home
+        self.cost = cost
         self.reads = {found.name: found.reads for found in home.instructions.values()}
-        times = {it.name: cost.seconds(home, it) for it in home.instructions.values()}
-        self.seconds = {name: time for name, time in times.items() if time > 0}
+        self.seconds: dict[str, float] = {}
 
-    def independent(self, name: str) -> list[str]:
-        """Computing instructions that neither read the result of `name`, nor make what it reads.
+    def enough_beside(self, name: str, seconds: float) -> list[str]:
+        """Independent instructions that compute for as long as that together; [] if none do."""
+        beside: list[str] = []
+        total = 0.0
+        for other in self._independent(name):
+            if other not in self.seconds:
+                self.seconds[other] = self.cost.seconds(self.home, self.home.instructions[other])
+            if self.seconds[other] > 0:
+                beside.append(other)
+                total += self.seconds[other]
+                if total >= seconds:
+                    return beside
+        return []
+
+    def _independent(self, name: str) -> Iterator[str]:
+        """What neither reads the result of `name`, nor makes what it reads.
 
         In the order of the schedule, which has every value made before it is read.
         """
@@ -193,10 +117,7 @@ class _Work:
         for other in reversed(self.reads):
             if other in before:
                 before |= self.reads[other]
-        return [other for other in self.seconds if other not in after and other not in before]
-
-    def seconds_of(self, names: list[str]) -> float:
-        return sum(self.seconds[name] for name in names)
+        return (other for other in self.reads if other not in after and other not in before)
 
 
 def crosses_slower_link(reading: Reading) -> Iterator[Finding]:
@@ -239,7 +160,8 @@ def _traffic(reading: Reading) -> dict[str, tuple[int | None, list[Site]]]:
             total, sites = traffic.get(axis, (0, []))
             more = step_bytes(site)
             known = total is not None and more is not None
-            traffic[axis] = ((total or 0) + (more or 0) if known else None, [*sites, site])
+            sites.append(site)
+            traffic[axis] = ((total or 0) + (more or 0) if known else None, sites)
     return traffic
 
 
@@ -318,7 +240,6 @@ def irregular_groups(reading: Reading) -> Iterator[Finding]:
 
 
 RULES = (
-    before_opaque_call,
     exposed_with_independent_compute,
     crosses_slower_link,
     size_one_groups,

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 
 from jaxpar.audit.dataflow import Place
 from jaxpar.audit.findings.common import Use, axes_text, finding, step_bytes, uses
-from jaxpar.audit.findings.gathers import MIN_BYTES, result_array
+from jaxpar.audit.findings.gathered import MIN_BYTES, Gather
 from jaxpar.audit.findings.values import (
-    ELEMENTWISE,
     REARRANGED,
     Groups,
     Producers,
     operand_bytes,
     operand_places,
-    result_paths,
     standing,
 )
 from jaxpar.audit.reader import Instruction
@@ -28,21 +26,19 @@ _RESHARDS = frozenset({"all-to-all", "collective-permute"})
 _DEVICE_IDS = frozenset({"partition-id", "replica-id"})
 
 
-def gathered_then_sliced(reading: Reading) -> Iterator[Finding]:
+def gathered_then_sliced(reading: Reading, found: list[Gather]) -> Iterator[Finding]:
     """An all-gather, or several in a row, of which each device uses only a piece by its number."""
     producers = Producers(reading)
     chains: dict[tuple[str, ...], list[tuple[Site, list[Instruction], int]]] = {}
-    for site in reading.sites:
-        if site.collective.kind != "all-gather" or site.collective.payload_bytes < MIN_BYTES:
-            continue
-        for number, path in enumerate(result_paths(site)):
-            cuts = _own_pieces(producers, site, path)
-            array = result_array(site, number)
-            if cuts and array is not None and array.nbytes >= MIN_BYTES:
-                kept = sum(nbytes(cut.shape) for cut in cuts) / array.nbytes
-                saved = round(operand_bytes(site, number) * max(0.0, 1 - kept))
-                key = tuple(sorted(cut.name for cut in cuts))
-                chains.setdefault(key, []).append((site, cuts, saved))
+    for gather in found:
+        site = gather.site
+        group_size = site.collective.group_size
+        if gather.ends and all(_is_piece(producers, end, group_size) for end in gather.ends):
+            cuts = [end.instruction for end in gather.ends]
+            kept = sum(nbytes(cut.shape) for cut in cuts) / gather.array.nbytes
+            saved = round(operand_bytes(site, gather.number) * max(0.0, 1 - kept))
+            key = tuple(sorted(cut.name for cut in cuts))
+            chains.setdefault(key, []).append((site, cuts, saved))
     for chain in chains.values():
         yield _gather_chain(reading, chain)
 
@@ -71,20 +67,6 @@ def _gather_chain(reading: Reading, chain: list[tuple[Site, list[Instruction], i
         [*(site.instruction for site in sites), *cuts],
         wire_bytes=sum(known) if len(known) == len(steps) else None,
     )
-
-
-def _own_pieces(producers: Producers, site: Site, path: tuple[int, ...]) -> list[Instruction]:
-    """The pieces by device that are all that becomes of a result; [] if anything else does."""
-
-    def passes(use: Use) -> bool:
-        gathers = use.instruction.opcode.removesuffix("-start") == "all-gather"
-        return gathers or use.instruction.opcode in ELEMENTWISE
-
-    start = (producers.reading, site.computation, site.instruction, path)
-    ends = uses(*start, through=REARRANGED, passes=passes) or ()
-    if all(_is_piece(producers, end, site.collective.group_size) for end in ends):
-        return [end.instruction for end in ends]
-    return []
 
 
 def _is_piece(producers: Producers, end: Use, group_size: int) -> bool:
@@ -166,4 +148,4 @@ def _only_for(reading: Reading, source: Site, site: Site) -> bool:
     return bool(ends) and all(end.instruction in used_by for end in ends or ())
 
 
-RULES = (gathered_then_sliced, resharded_twice)
+RULES = (resharded_twice,)
