@@ -21,9 +21,6 @@ FAILED, BAD_INPUT = 1, 2
 WIDTH_WHEN_PIPED = 160
 """Columns of what goes to a file, where there is no terminal to ask."""
 
-MAX_WIDTH = 1000
-"""Columns no table needs; a longer name is cut."""
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -258,6 +255,8 @@ def _console() -> Console:
 
 def _print_table(console: Console, table: Table) -> None:
     """As wide as it has to be: the terminal may wrap a line, but no number is cut off."""
+    from jaxpar.report.text import MAX_WIDTH
+
     needed = console.measure(table, options=console.options.update(width=MAX_WIDTH)).maximum
     console.width = max(console.width, needed)
     console.print(table)

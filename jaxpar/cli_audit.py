@@ -143,10 +143,12 @@ def _show_matrix(result: Audit, said: Answer) -> None:
 
 def _audited(thing: tuple[Any, ...], request: Request, mesh: Any) -> Audit:
     from jaxpar.audit import audit
-    from jaxpar.mesh import MeshSpec
 
-    is_file = isinstance(mesh, str) and "=" not in mesh
-    return audit(*thing, mesh=MeshSpec.load(mesh) if is_file else mesh, **request.options)
+    if isinstance(mesh, str) and "=" not in mesh:
+        from jaxpar.mesh import MeshSpec  # imports JAX
+
+        mesh = MeshSpec.load(mesh)
+    return audit(*thing, mesh=mesh, **request.options)
 
 
 def _on_one_mesh(

@@ -204,7 +204,7 @@ def test_against_a_merged_program_says_so_and_is_fine():
         (["--group-by", "axes"], "--group-by='axes' (str) must be one of: 'axis', 'kind'"),
         (["--budget", "nosuch.toml"], "Budget file 'nosuch.toml' cannot be read: No such file"),
         (["--budget", "bad.toml"], "unknown key 'max_cuont'. Did you mean 'max_count'?"),
-        (["--budget", "axis.toml"], "axis 'tensr', which this program does not have"),
+        (["--budget", "axis.toml"], "There is no axis 'tensr' in this program"),
         (["--against", "nosuch.txt"], "nosuch.txt cannot be read: No such file or directory."),
     ],
 )

@@ -202,7 +202,7 @@ def check(budget: Budget, audit: Audit) -> tuple[Violation, ...]:
             count = add_up(portions).count
             violations.append(_violation(kind, "forbidden", 0, count.low, count.high, portions))
     for limit in budget.limits:
-        _check_axes(limit, audit)
+        check_axes(limit, audit)
         violations += _exceeded(limit, list(_matching(limit, audit)))
     return tuple(violations)
 
@@ -262,8 +262,8 @@ def _matching(limit: Limit, audit: Audit) -> Iterable[Portion]:
             yield meant[True]
 
 
-def _check_axes(limit: Limit, audit: Audit) -> None:
-    """An axis nobody has would be a limit that nothing can exceed."""
+def check_axes(limit: Limit, audit: Audit) -> None:
+    """BudgetError for an axis nobody has: nothing could exceed such a limit."""
     if not limit.axes or not (audit.mesh or audit.collectives):
         return
     seen = (axis for found in audit.collectives for axis in found.axes or ())
@@ -273,7 +273,7 @@ def _check_axes(limit: Limit, audit: Audit) -> None:
             advice = "" if audit.mesh else " Name the axes with --mesh, or mesh= in Python."
             close = did_you_mean(axis, known) if known else ""
             raise BudgetError(
-                f"The budget limits axis {shown(axis)}, which this program does not have. "
+                f"There is no axis {shown(axis)} in this program, so nothing can be said of it. "
                 f"{close}{advice}".rstrip()
             )
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.audit.compare import Amount, Line
-from jaxpar.strategies.strategy import Card, Expected
-from jaxpar.tour import Row, Tour
+if TYPE_CHECKING:  # an audit is told without importing what trains
+    from jaxpar.audit.compare import Amount, Line
+    from jaxpar.strategies.strategy import Card, Expected
+    from jaxpar.tour import Row, Tour
+
+MAX_WIDTH = 1000
+"""Columns no table needs; a longer name is cut."""
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -29,6 +36,15 @@ def literal(text: str, style: str = "") -> Text:
     """Text exactly as it is, whoever wrote it: no markup, no emoji, no escape sequences."""
     visible = (c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
     return Text("".join(visible), style=style)
+
+
+def as_text(parts: Iterable[RenderableType]) -> str:
+    """What a terminal without colours and of any width would show."""
+    console = Console(width=MAX_WIDTH, file=io.StringIO(), color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
 def error(value: float) -> str:
