@@ -1,62 +1,33 @@
 """Rules about redundant communication: what each finds in real programs, and what it lets pass."""
 
-import gzip
 import json
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 from helpers import step
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from tiny import AXES, HLO, compiled, dump, vary
 
+from jaxpar.audit.dataflow import Place
 from jaxpar.audit.findings import MAX_PER_RULE, findings, loops, redundant
+from jaxpar.audit.findings.offsets import on_each_device
+from jaxpar.audit.findings.values import Producers
+from jaxpar.audit.reader import Operand
 from jaxpar.audit.source import read
 
-AXES = {"data": 2, "tensor": 4}
-ROWS = P("tensor")
-BOTH = P(("data", "tensor"))
-HLO = Path(__file__).parent / "hlo"
+INVARIANT = [("loop-invariant-collective", "warning")]
 RULES = (*redundant.RULES, *loops.RULES)
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+def found(text, rules=RULES, mesh=tiny.AXES):
+    return tiny.found(text, rules, mesh)
 
 
-@pytest.fixture(scope="module")
-def compiled(mesh):
-    """The HLO of a function of arrays; `without` names passes of XLA that do not run."""
-
-    def text(function, *shapes, into=ROWS, out=BOTH, without=""):
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=out)
-        args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes or [(32, 8)]]
-        options = {"xla_disable_hlo_passes": without} if without else None
-        return jax.jit(mapped).lower(*args).compile(compiler_options=options).as_text()
-
-    return text
-
-
-def found(text, *rules, mesh=AXES):
-    """All that `rules` find, in a text that is intact."""
-    reading, problems = read(text, mesh)
-    assert not [problem for problem in problems if problem.severity == "error"]
-    return [finding for rule in rules or RULES for finding in rule(reading)]
-
-
-def names(text, *rules):
-    return [(finding.rule, finding.severity) for finding in found(text, *rules)]
-
-
-def dump(name):
-    return gzip.open(HLO / f"{name}.txt.gz", "rt").read()
-
-
-def vary(x, axis="tensor"):
-    return lax.pcast(x, axis, to="varying")
+def names(text, rules=RULES):
+    return [(finding.rule, finding.severity) for finding in found(text, rules)]
 
 
 def part(x, axis, size):
@@ -77,7 +48,7 @@ def mean_then_work_then_own_part(x):
 
 
 @pytest.mark.parametrize("function", [sum_then_own_part, mean_then_work_then_own_part])
-def test_a_sum_of_which_each_device_keeps_its_part(compiled, function):
+def test_a_sum_of_which_each_device_keeps_its_part(function):
     text = compiled(function)
     (finding,) = found(text)
     assert names(text) == MISSED
@@ -118,7 +89,7 @@ def scattered(x):
     "function",
     [whole_too, same_part_in_the_whole_group, fixed_part, half, maximum, scattered],
 )
-def test_sums_that_no_reduce_scatter_replaces(compiled, function):
+def test_sums_that_no_reduce_scatter_replaces(function):
     assert "all-reduce-then-slice" not in dict(names(compiled(function)))
 
 
@@ -131,7 +102,48 @@ def test_a_reduce_scatter_that_a_tpu_did_as_all_reduce_and_slice():
 
 @pytest.mark.parametrize("name", ["micro_rs_v5p_fused", "micro_rs_v5e_major", "micro_rs_v5e_minor"])
 def test_what_a_tpu_really_scatters(name):
-    assert not names(dump(name), *redundant.RULES)
+    assert not names(dump(name), redundant.RULES)
+
+
+OFFSETS = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+ENTRY %main.0_spmd (param.0: s32[]) -> s32[] {
+  %param.0 = s32[] parameter(0)
+  %constant.2 = s32[] constant(2)
+  %constant.3 = s32[] constant(-3)
+  %constant.4 = s32[] constant(4)
+  %table = u32[8]{0} constant({7, 6, 5, 4, 3, 2, 1, 0})
+  %partition-id.0 = u32[] partition-id()
+  %id = s32[] convert(%partition-id.0)
+  %less = pred[] compare(%id, %constant.4), direction=LT
+  %chosen = s32[] select(%less, %constant.2, %id)
+  %looked_up.1 = u32[1]{0} dynamic-slice(%table, %partition-id.0), dynamic_slice_sizes={1}
+  %looked_up = u32[] bitcast(%looked_up.1)
+  %shifted = s32[] add(%id, %constant.3)
+  %halved = s32[] divide(%shifted, %constant.2)
+  %rest = s32[] remainder(%shifted, %constant.2)
+  %clamped = s32[] clamp(%constant.2, %id, %constant.4)
+  ROOT %given = s32[] add(%id, %param.0)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chosen", [2, 2, 2, 2, 4, 5, 6, 7]),
+        ("looked_up", [7, 6, 5, 4, 3, 2, 1, 0]),
+        ("halved", [-1, -1, 0, 0, 0, 1, 1, 2]),
+        ("rest", [-1, 0, -1, 0, 1, 0, 1, 0]),
+        ("clamped", [2, 2, 2, 3, 4, 4, 4, 4]),
+        ("given", None),
+    ],
+)
+def test_what_an_offset_is_on_each_device(name, expected):
+    reading, _ = read(OFFSETS, None)
+    place = Place(computation=reading.module.entry, operand=Operand(name=name))
+    values = on_each_device(Producers(reading), place)
+    assert (values if values is None else values.tolist()) == expected
 
 
 # --- the same value twice --------------------------------------------------------------------
@@ -144,25 +156,32 @@ def gathered_along_both_dims(x):
     return rows @ lax.all_gather(x, "tensor", tiled=True, axis=1)
 
 
-def test_a_value_gathered_twice(compiled):
+def test_a_value_gathered_twice():
     (finding,) = found(compiled(gathered_along_both_dims))
     assert [(finding.rule, finding.severity)] == TWICE
     assert finding.wire_bytes == 32 * 8 * 4 * 3 // 4  # one of the two
     assert len(finding.evidence) == 2 and "lax.all_gather" in finding.remedy
 
 
-def test_a_value_summed_in_a_loop_and_outside(compiled):
+def test_a_value_summed_in_a_loop_and_outside():
     def function(x, w):
         y, _ = lax.scan(lambda y, _: (y * vary(lax.psum(w, "tensor")), None), x, length=5)
         return y + lax.psum(w, "tensor")
 
-    unhoisted = compiled(
-        function, (32, 8), (32, 8), without="while-loop-invariant-code-motion", out=BOTH
-    )
+    unhoisted = compiled(function, (32, 8), (32, 8), without="while-loop-invariant-code-motion")
     assert names(unhoisted) == [*TWICE, *INVARIANT]
     once = 8 * 8 * 4 * 2 * 3 // 4
     assert [finding.wire_bytes for finding in found(unhoisted)] == [once, 4 * once]
     assert not names(compiled(function, (32, 8), (32, 8)))  # XLA moves it, and merges both
+
+
+def test_a_value_gathered_twice_in_one_branch():
+    def function(x):
+        twice = lambda x: gathered_along_both_dims(x)[:8, :8]  # noqa: E731
+        return lax.cond(lax.psum(jnp.sum(x), "tensor") > 0, twice, lambda x: x, x)
+
+    (finding,) = found(compiled(function))
+    assert finding.rule == "repeated-collective" and finding.wire_bytes is None
 
 
 def sum_and_maximum(x):
@@ -188,11 +207,11 @@ def in_either_branch(x):
 @pytest.mark.parametrize(
     "function", [sum_and_maximum, over_either_axis, scattered_along_both_dims, in_either_branch]
 )
-def test_what_only_looks_communicated_twice(compiled, function):
+def test_what_only_looks_communicated_twice(function):
     assert "repeated-collective" not in dict(names(compiled(function)))
 
 
-def test_a_parameter_that_the_backward_pass_gathers_again(compiled):
+def test_a_parameter_that_the_backward_pass_gathers_again():
     @jax.checkpoint
     def layer(w, x):
         return jnp.tanh(x @ lax.all_gather(w, "tensor", tiled=True))
@@ -232,7 +251,7 @@ def maximum_of_gathered(x):
 @pytest.mark.parametrize(
     "function", [sum_of_sum, mean_of_sine_of_mean, sum_of_sum_over_more, maximum_of_gathered]
 )
-def test_a_reduction_of_what_is_replicated(compiled, function):
+def test_a_reduction_of_what_is_replicated(function):
     (finding,) = found(compiled(function))
     assert [(finding.rule, finding.severity)] == REPLICATED
     size = 32 if function is maximum_of_gathered else 8
@@ -240,7 +259,7 @@ def test_a_reduction_of_what_is_replicated(compiled, function):
     assert ("times 4" in finding.message) == (function is not maximum_of_gathered)
 
 
-def test_a_sum_of_ones(compiled):
+def test_a_sum_of_ones():
     ones = lambda x: x + lax.psum(vary(lax.optimization_barrier(jnp.ones(8))), "tensor")  # noqa: E731
     (finding,) = found(compiled(ones))
     assert finding.rule == "reduction-of-replicated" and "a constant" in finding.message
@@ -268,11 +287,11 @@ def sum_by_device(x):
 @pytest.mark.parametrize(
     "function", [sum_over_the_other_axis, sum_over_more, sum_of_sum_and_own, sum_by_device]
 )
-def test_a_reduction_of_what_differs(compiled, function):
+def test_a_reduction_of_what_differs(function):
     assert not names(compiled(function))
 
 
-def test_a_gather_of_what_was_just_scattered(compiled):
+def test_a_gather_of_what_was_just_scattered():
     def function(x, work):
         y = lax.psum_scatter(x, "tensor", tiled=True)
         return lax.all_gather(work(y), "tensor", tiled=True)
@@ -282,198 +301,12 @@ def test_a_gather_of_what_was_just_scattered(compiled):
     assert not names(compiled(lambda x: function(x, jnp.sin)))
 
 
-def test_a_scattered_value_that_is_used_otherwise_too(compiled):
+def test_a_scattered_value_that_is_used_otherwise_too():
     def function(x):
         y = lax.psum_scatter(x, "tensor", tiled=True)
         return lax.all_gather(y, "tensor", tiled=True) * jnp.sum(y)
 
     assert not names(compiled(function))
-
-
-# --- loops -----------------------------------------------------------------------------------
-
-INVARIANT = [("loop-invariant-collective", "warning")]
-UNMOVED = "while-loop-invariant-code-motion"
-
-
-def loop(body, length=5):
-    """`length` trips of `y = body(y, w, i)`."""
-
-    def function(x, w):
-        trip = lambda y, i: (body(y, w, i), None)  # noqa: E731
-        return lax.scan(trip, x, jnp.arange(length))[0]
-
-    return function
-
-
-def sums_parameter(y, w, i):
-    return jnp.sin(y) * vary(lax.psum(jnp.tanh(w), "tensor"))
-
-
-def gathers_parameter(y, w, i):
-    return jnp.sin(y) * jnp.sum(lax.all_gather(w, "tensor"))
-
-
-@pytest.mark.parametrize("body", [sums_parameter, gathers_parameter])
-def test_a_value_that_no_trip_changes(compiled, body):
-    (finding,) = found(compiled(loop(body), (32, 8), (32, 8), without=UNMOVED))
-    assert [(finding.rule, finding.severity)] == INVARIANT
-    size, factor = (8, 2) if body is sums_parameter else (32, 1)
-    assert finding.wire_bytes == 4 * size * 8 * 4 * factor * 3 // 4  # four trips of five
-    assert not names(compiled(loop(body), (32, 8), (32, 8)))  # by itself, XLA moves it out
-
-
-def test_a_value_that_only_the_outer_loop_changes(compiled):
-    def outer(y, w, i):
-        scaled = w * jnp.sum(y)
-        return loop(gathers_parameter, 3)(y, scaled)
-
-    (finding,) = found(compiled(loop(outer), (32, 8), (32, 8), without=UNMOVED))
-    assert [(finding.rule, finding.severity)] == INVARIANT
-    assert finding.wire_bytes == 5 * 2 * 32 * 8 * 4 * 3 // 4  # two trips of three, five times
-
-
-def gathers_its_layer(y, w, i):
-    layer = lax.dynamic_index_in_dim(w, i, 0)
-    return jnp.sin(y) * jnp.sum(lax.all_gather(layer, "tensor"))
-
-
-def sums_state(y, w, i):
-    return vary(lax.psum(jnp.sin(y), "tensor"))
-
-
-def gathers_on_some_trips(y, w, i):
-    gather = lambda w: lax.all_gather(w, "tensor", tiled=True)[:8]  # noqa: E731
-    return y + lax.cond(i > 2, gather, lambda w: w, w)
-
-
-@pytest.mark.parametrize("body", [gathers_its_layer, sums_state, gathers_on_some_trips])
-def test_what_a_loop_has_to_communicate_on_each_trip(compiled, body):
-    assert not names(compiled(loop(body), (32, 8), (32, 8), without=UNMOVED))
-
-
-def loss(w, x):
-    return jnp.sum(jnp.tanh(x @ w))
-
-
-def accumulated(add, start=jnp.zeros_like):
-    return lambda w, x: lax.scan(lambda g, xb: (add(g, w, xb), None), start(w), x)[0]
-
-
-ACCUMULATION = "reduction-in-accumulation-loop"
-WEIGHTS = ((16, 16), (3, 8, 16))  # parameters, and three micro-batches
-ON_DATA = {"into": (P(), P(None, "data")), "out": P()}
-SCATTERED = {"into": (P("data"), P(None, "data")), "out": P("data")}
-
-
-def test_a_gradient_that_each_micro_batch_sums(compiled):
-    function = accumulated(lambda g, w, x: g + jax.grad(loss)(w, x))
-    (finding,) = found(compiled(function, *WEIGHTS, **ON_DATA))
-    assert (finding.rule, finding.severity) == (ACCUMULATION, "warning")
-    assert finding.wire_bytes == 2 * 16 * 16 * 4  # two trips of three; an all-reduce by two
-    assert "pcast" in finding.remedy
-
-
-def test_a_mean_of_gradients_in_two_parts(compiled):
-    def add(g, w, x):
-        a, b = g
-        return a + jax.grad(loss)(w, x) / 3, b - jax.grad(loss)(2 * w, x) * 0.5
-
-    function = accumulated(add, lambda w: (jnp.zeros_like(w), jnp.zeros_like(w)))
-    text = compiled(function, *WEIGHTS, **ON_DATA)
-    assert {finding.rule for finding in found(text)} <= {ACCUMULATION}
-    added = sum(finding.wire_bytes for finding in found(text))
-    assert added in (2 * 1024, 2 * 2 * 1024)  # the second is subtracted, or added once negated
-
-
-def test_scattered_gradients_are_told_as_a_choice(compiled):
-    def gathered_loss(w, x):
-        return loss(lax.all_gather(w, "data", tiled=True), x)
-
-    function = accumulated(lambda g, w, x: g + jax.grad(gathered_loss)(w, x))
-    (finding,) = found(compiled(function, *WEIGHTS, **SCATTERED))
-    assert (finding.rule, finding.severity) == (ACCUMULATION, "info")
-    assert "memory" in finding.remedy
-
-
-def descends(w, x):
-    return lax.scan(lambda w, xb: (w - 0.1 * jax.grad(loss)(w, xb), None), w, x)[0]
-
-
-def looks_at_the_sum(w, x):
-    def add(g, xb):
-        return g + jax.grad(loss)(w + 0.1 * g, xb), None
-
-    return lax.scan(add, jnp.zeros_like(w), x)[0]
-
-
-def hands_out_every_sum(w, x):
-    def add(g, xb):
-        g = g + jax.grad(loss)(w, xb)
-        return g, jnp.sum(g)
-
-    g, sums = lax.scan(add, jnp.zeros_like(w), x)
-    return g * jnp.sum(sums)
-
-
-def sums_once(w, x):
-    local = lax.pcast(w, "data", to="varying")
-    add = accumulated(lambda g, w, x: g + jax.grad(loss)(w, x))
-    return lax.psum(add(local, x), "data")
-
-
-@pytest.mark.parametrize("function", [descends, looks_at_the_sum, hands_out_every_sum, sums_once])
-def test_gradients_that_a_loop_needs_or_sums_once(compiled, function):
-    assert ACCUMULATION not in dict(names(compiled(function, *WEIGHTS, **ON_DATA)))
-
-
-def test_gradients_of_layers_are_stacked_not_added(compiled):
-    def model(w, x):
-        return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
-
-    text = compiled(
-        jax.grad(model), (3, 16, 16), (8, 16), into=(P(), P("data")), out=P(),
-        without="all-reduce-code-motion",
-    )  # fmt: skip
-    reading, _ = read(text, AXES)
-    assert {site.collective.count for site in reading.sites} & {1, 3}
-    assert ACCUMULATION not in dict(names(text))
-
-
-# --- many small ones -------------------------------------------------------------------------
-
-SMALL = [("many-small-collectives", "info")]
-
-
-def gathers(number):
-    """As many gathers, each of another value."""
-
-    def function(x):
-        parts = [lax.all_gather(jnp.sin(x * i), "tensor") for i in range(1, number + 1)]
-        return sum(jnp.sum(part, axis=0) for part in parts)
-
-    return function
-
-
-def chained(x):
-    for _ in range(10):
-        x = jnp.sin(lax.all_gather(x, "tensor")[0]) + x
-    return x
-
-
-def test_many_small_gathers(compiled):
-    (finding,) = found(compiled(gathers(10)))
-    assert [(finding.rule, finding.severity)] == SMALL
-    assert finding.wire_bytes is None
-    assert (
-        finding.message.startswith("10 all-gather operations") and "and 2 more" in finding.message
-    )
-
-
-def test_gathers_that_are_few_or_large_or_wait_for_each_other(compiled):
-    assert not names(compiled(gathers(7)))
-    assert not names(compiled(chained))
-    assert not names(compiled(gathers(10), (512, 32)))  # 64 KiB each
 
 
 # --- together --------------------------------------------------------------------------------

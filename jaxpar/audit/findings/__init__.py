@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from jaxpar.audit.findings import loops, redundant
+from jaxpar.audit.findings import gathers, loops, placement, redundant, reshards
 from jaxpar.audit.reading import Reading
 from jaxpar.audit.result import Finding
 
@@ -14,7 +14,13 @@ Rule = Callable[[Reading], Iterator[Finding]]
 MAX_PER_RULE = 50
 """Findings of one rule that are told one by one; further ones are only counted."""
 
-RULES: tuple[Rule, ...] = (*redundant.RULES, *loops.RULES)
+RULES: tuple[Rule, ...] = (
+    *redundant.RULES,
+    *loops.RULES,
+    *gathers.RULES,
+    *reshards.RULES,
+    *placement.RULES,
+)
 """In the order in which their findings are listed."""
 
 

@@ -161,12 +161,14 @@ def uses(
         num_users += len(users)
         if num_users > MAX_USERS or len(seen) + len(ends) > MAX_USES:
             return None
+        reached: list[Use] = []
         for user in users:
-            onward += _through(reading, value, user, through, ends)
-        if passes is not None:
-            passed = [end for end in ends if not end.escapes and passes(end)]
-            ends = [end for end in ends if end not in passed]
-            onward += [_Value(it.computation, it.instruction.name, (), it.calls) for it in passed]
+            onward += _through(reading, value, user, through, reached)
+        for end in reached:
+            if passes is not None and not end.escapes and passes(end):
+                onward.append(_Value(end.computation, end.instruction.name, (), end.calls))
+            else:
+                ends.append(end)
         todo += [value for value in onward if value not in seen]
         seen.update(onward)
     return tuple(ends)

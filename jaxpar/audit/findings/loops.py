@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxpar.audit.dataflow import Place
-from jaxpar.audit.findings.common import Use, axes_text, finding, home_of, step_bytes, uses
+from jaxpar.audit.findings.common import (
+    Use,
+    above,
+    axes_text,
+    finding,
+    home_of,
+    step_bytes,
+    uses,
+)
 from jaxpar.audit.findings.values import (
     CONSTANTS,
     PURE,
     REARRANGED,
     Groups,
     Producers,
-    always_above,
     operand_bytes,
     operand_places,
     reducer,
@@ -70,12 +77,13 @@ def loop_invariant_collective(reading: Reading) -> Iterator[Finding]:
 def _made_outside(producers: Producers, site: Site) -> Computation | None:
     """The computation around the loops that change no operand of `site`; None if there is none.
 
-    Only constants are no reason to leave a loop: that is another rule's.
+    Only constants are no reason to leave a loop: that is another rule's. Values are not followed
+    out of branches, since what runs on some trips only may be cheapest there.
     """
     num_loops = 0
     level = {site.computation.name: 0}
     homes = [site.computation]
-    for home, call in always_above(producers.reading, site.computation):
+    for home, call in above(producers.reading, site.computation):
         num_loops += call.opcode == "while"
         level.setdefault(home.name, num_loops)
         homes += [home] if call.opcode == "while" else []
@@ -120,9 +128,9 @@ def reduction_in_accumulation_loop(reading: Reading) -> Iterator[Finding]:
 
 
 def _body_around(reading: Reading, site: Site) -> Computation | None:
-    """The body of the innermost loop that `site` runs in on every trip."""
+    """The body of the innermost loop around `site`."""
     inside = site.computation
-    for home, call in always_above(reading, site.computation):
+    for home, call in above(reading, site.computation):
         if call.opcode == "while":
             return inside if dict(call.called).get("body") == inside.name else None
         inside = home

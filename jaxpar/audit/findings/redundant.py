@@ -17,7 +17,6 @@ from jaxpar.audit.findings.values import (
     REARRANGED,
     Groups,
     Producers,
-    in_branch,
     operand_bytes,
     operand_places,
     reducer,
@@ -115,14 +114,15 @@ def _num_elements(found: Instruction) -> int:
 def repeated_collective(reading: Reading) -> Iterator[Finding]:
     """The same value communicated more than once in the same way.
 
-    Not what is in a branch, which may not run; and not what a backward pass gathers again.
+    Not what a backward pass gathers again. Values are not followed into branches, which may not
+    run, so that only what is twice in the same branch counts there.
     """
     producers, groups = Producers(reading), Groups()
     same: dict[tuple[object, ...], list[tuple[Site, int]]] = {}
     homes: dict[tuple[object, ...], str] = {}
     for site in reading.sites:
         kind = site.collective.kind
-        if kind not in _REPEATABLE or in_branch(reading, site.computation):
+        if kind not in _REPEATABLE:
             continue
         how = "" if kind == "all-gather" else reducer(reading, site)
         if kind == "reduce-scatter":  # along another dimension it is another part

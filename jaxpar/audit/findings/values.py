@@ -5,13 +5,11 @@ Walks backward, bounded, without recursion; what they cannot decide is "no" or N
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
 from jaxpar.audit.dataflow import SAME_VALUE, Place
-from jaxpar.audit.findings.common import above
 from jaxpar.audit.groups import Ids
 from jaxpar.audit.reader import Computation, Instruction
 from jaxpar.audit.reading import Reading, Site
@@ -167,21 +165,6 @@ def _labels(groups: Iterable[Ids]) -> dict[int, int]:
         for number, group in enumerate(groups)
         for device in np.asarray(group).tolist()
     }
-
-
-def in_branch(reading: Reading, computation: Computation) -> bool:
-    """Whether a computation may not run; also where nobody knows who calls it."""
-    return computation is not reading.module.entry and not any(
-        home is reading.module.entry for home, _ in always_above(reading, computation)
-    )
-
-
-def always_above(
-    reading: Reading, computation: Computation
-) -> list[tuple[Computation, Instruction]]:
-    """Who calls a computation, as far up as it runs whenever they run."""
-    chain = above(reading, computation)
-    return list(itertools.takewhile(lambda caller: caller[1].opcode != "conditional", chain))
 
 
 def standing(site: Site) -> tuple[Computation, Instruction]:
