@@ -376,9 +376,9 @@ def test_findings_are_bounded_per_rule():
 def test_time_is_linear_in_the_number_of_collectives():
     def seconds(num_layers):
         reading, _ = read(unrolled(num_layers), None)
-        start = time.perf_counter()
+        start = time.process_time()
         assert found_by_all(reading)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     def found_by_all(reading):
         return [finding for rule in RULES for finding in rule(reading)]
