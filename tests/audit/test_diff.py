@@ -147,6 +147,13 @@ def test_a_moved_operation_is_found_among_others_on_its_new_axis():
     assert (change.what, change.after.count.exact) == (("axis",), 4)
 
 
+def test_what_only_changed_its_scope_is_not_in_the_way_of_what_changed():
+    before = audit_of(collective(scope="a"), collective(scope="b", payload_bytes=2048))
+    after = audit_of(collective(scope="c"), collective(scope="b", payload_bytes=2048, count=7))
+    change = only(before, after)
+    assert (change.what, change.before.count.exact, change.after.count.exact) == (("count",), 4, 7)
+
+
 def test_what_has_nothing_in_common_is_not_paired():
     one = collective(scope="", phase="unknown")
     other = collective(axis="data", scope="", phase="unknown", payload_bytes=77)
