@@ -35,7 +35,14 @@ class PlanError(JaxparError):
 
 
 class AuditError(JaxparError):
-    """Something that cannot be read as a compiled program."""
+    """Something that cannot be read as a compiled program; `line` is where, if that is known."""
+
+    line: int | None = None
+
+    def at(self, line: int) -> AuditError:
+        """The same error, at this line unless an inner one is known."""
+        self.line = self.line or line
+        return self
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

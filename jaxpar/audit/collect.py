@@ -30,6 +30,7 @@ from jaxpar.audit.reading import Site
 from jaxpar.audit.result import Buffer, Collective, Finding
 from jaxpar.audit.scope import phase_of, scope_of, unmerged
 from jaxpar.audit.shape import Array, Shape, integer, leaves, nbytes
+from jaxpar.audit.transfers import num_slices, over_slices, sliced_payload, transfers
 from jaxpar.errors import AuditError
 
 KINDS = frozenset(
@@ -49,14 +50,11 @@ MAX_MEMBERS = 1 << 25
 """Members of all different device groups of a module that are expanded, together."""
 
 _RELATED = ("all-", "collective-", "ragged-", "reduce-scatter")
-_TRANSFERS = ("send", "recv")
 _ENDS = ("-done", "-update")  # the operation was counted where it started
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _LOCAL = frozenset({"after-all"})
 _NEWER = "Update jaxpar, or report the text: this form of communication is not understood yet."
-_BETWEEN = "What is listed is complete without it: collectives within a slice, say."
 _DAMAGED = "Print the text again with compiled.as_text(), and pass all of it."
-_HOST_TARGETS = ("_xla_megascale", "_xla_send_recv_source_target_pairs")
 
 
 class Collector:
@@ -83,6 +81,7 @@ class Collector:
         self._homes: dict[str, None] = {}  # computations that communicate
         self._axes: dict[tuple[str, ...], tuple[Axes, list[Ids] | Ids]] = {}
         self._expanded = 0
+        self._slices = num_slices(mesh, devices)
         self._chains: dict[tuple[str, str], bool] = {}  # TPU fusions: was the start seen?
         self._async_starts = {
             computation.name
@@ -95,16 +94,26 @@ class Collector:
         for computation in self.module.active:
             for found in computation.instructions.values():
                 opcode = found.opcode
-                if "-" not in opcode and opcode not in _TRANSFERS:
+                if "-" not in opcode:
                     continue
                 kind = opcode.removesuffix("-start")
-                if kind in KINDS:
-                    self._collective(computation, found, kind)
-                elif not opcode.endswith(_ENDS):
-                    self._other(found)
+                try:
+                    if kind in KINDS:
+                        self._collective(computation, found, kind)
+                    elif not opcode.endswith(_ENDS):
+                        self._other(found)
+                except AuditError as error:
+                    raise error.at(found.line) from None
         for (_, chain), started in self._chains.items():
             if not started:
                 self._unhandled(f"an asynchronous TPU collective, chain {chain}, without start")
+        for one in transfers(self.module, self.runs, mesh=self.mesh, devices=self.devices):
+            if isinstance(one, Finding):
+                self.findings.append(one)
+            else:
+                self._homes[one.computation.name] = None
+                self.sites.append(one)
+        self.sites.sort(key=lambda site: site.instruction.line)
         self._unknown_loops()
 
     def _collective(self, computation: Computation, found: Instruction, kind: str) -> None:
@@ -136,8 +145,10 @@ class Collector:
                 return
             waits = True
         if "slice_sizes=" in found.attributes_text and kind == "collective-permute":
-            self._unhandled(f"{found.opcode} of slices", found)
-            return
+            payload = sliced_payload(computation, found)
+            if payload is None:
+                self._unhandled(f"{found.opcode} of slices of several types", found)
+                return
         self._homes[computation.name] = None
         collective = self._priced(computation, found, kind, count, outer, waits, payload)
         if collective is not None:
@@ -221,6 +232,7 @@ class Collector:
                 replicas=replicas,
                 partitions=partitions,
             )
+            groups = over_slices(groups, self._slices, self.devices or 0)
             self._expanded += sum(map(len, groups))
             if self._expanded > MAX_MEMBERS:
                 raise AuditError(
@@ -318,12 +330,7 @@ class Collector:
     def _other(self, found: Instruction) -> None:
         """Findings for communication that is none of `KINDS`."""
         opcode = found.opcode
-        if opcode in _TRANSFERS:
-            if "is_host_transfer=true" not in found.attributes_text or any(
-                target in found.attributes_text for target in _HOST_TARGETS
-            ):
-                self._unhandled(f"{opcode} between devices or slices", found, _BETWEEN)
-        elif opcode.startswith(_RELATED) and opcode not in _LOCAL:
+        if opcode.startswith(_RELATED) and opcode not in _LOCAL:
             self._unhandled(f"the operation {opcode}", found)
 
     def _unhandled(self, what: str, found: Instruction | None = None, remedy: str = _NEWER) -> None:

@@ -19,7 +19,7 @@ from jaxpar.audit.cost import Cost, estimated_cycles
 from jaxpar.audit.links import Transfers
 from jaxpar.audit.reader import Computation, Instruction
 from jaxpar.audit.reading import Reading
-from jaxpar.audit.result import Collective
+from jaxpar.audit.result import AxesExposure, Collective
 from jaxpar.audit.shape import nbytes
 from jaxpar.audit.waits import INSIDE, NEXT, Wait, Waits, place_of
 from jaxpar.errors import AuditError
@@ -58,15 +58,6 @@ class Overlap:
         if self.exposed_fraction is None or self.transfer_s is None:
             return None
         return self.exposed_fraction * self.transfer_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxesExposure:
-    """All collectives along the same axes, over a step. Without a chip, transfer_s is None."""
-
-    axes: tuple[str, ...] | None
-    exposed_fraction: float | None
-    transfer_s: float | None
 
 
 def overlaps(reading: Reading, chip: Chip | None) -> tuple[Overlap, ...]:

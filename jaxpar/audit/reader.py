@@ -158,7 +158,8 @@ class Module:
     def _number(self, key: str) -> int | None:
         if self.header is None:
             return None
-        return max(1, integer(self.header.get(key, "1"), key))
+        text = self.header.get(key, "1")
+        return None if text == "unknown" else max(1, integer(text, key))
 
     @cached_property
     def active(self) -> list[Computation]:

@@ -37,3 +37,4 @@ class Reading:
     mesh: Mapping[str, int] | None
     num_devices: int | None
     platform: str
+    devices_per_host: int | None = None

@@ -39,10 +39,11 @@ class Collective:
     `exposed_fraction` is the part of its time during which the device computes nothing: 1.0 for a
     synchronous operation, None where the chip is not known that would tell how long anything takes.
     `num_overlapped` counts the instructions that run while it is under way; `overlapped` names the
-    longest of them. `device_counts` are the executions on each device where devices differ (then
-    `count` is None and the bounds are those of all devices), else None. `groups` are the devices
-    that exchange data, [groups, members] ([pairs, 2] of source and target for a permute), or one
-    array per group where sizes differ; neither compared nor in the JSON.
+    longest of them; `transfer_s` is its own time on the chip's links, in seconds.
+    `device_counts` are the executions on each device where devices differ (then `count` is None
+    and the bounds are those of all devices), else None. `groups` are the devices that exchange
+    data, [groups, members] ([pairs, 2] of source and target for a permute), or one array per group
+    where sizes differ; neither compared nor in the JSON.
     `name` and `line` say where in the HLO text it stands.
     """
 
@@ -68,6 +69,7 @@ class Collective:
     line: int = 0
     num_overlapped: int = 0
     overlapped: tuple[str, ...] = ()
+    transfer_s: float | None = None
     device_counts: tuple[int, ...] | None = None
     groups: NDArray[np.int64] | tuple[NDArray[np.int64], ...] = field(
         default=(), compare=False, repr=False
@@ -92,6 +94,15 @@ class Total:
     count_max: int | None
     payload_bytes: int | None
     wire_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxesExposure:
+    """All collectives along the same axes, over a step. Without a chip, transfer_s is None."""
+
+    axes: tuple[str, ...] | None
+    exposed_fraction: float | None
+    transfer_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +171,7 @@ class Audit:
     collectives: tuple[Collective, ...]
     memory: Memory | None
     findings: tuple[Finding, ...]
+    exposure: tuple[AxesExposure, ...] = ()
 
     @property
     def totals(self) -> tuple[Total, ...]:
@@ -177,6 +189,7 @@ class Audit:
             "mesh": None if self.mesh is None else dict(self.mesh),
             "collectives": [_collective_json(found) for found in self.collectives],
             "totals": [_listed(dataclasses.asdict(total)) for total in self.totals],
+            "exposure": [_listed(dataclasses.asdict(row)) for row in self.exposure],
             "memory": None if self.memory is None else _listed(dataclasses.asdict(self.memory)),
             "findings": [_listed(dataclasses.asdict(finding)) for finding in self.findings],
         }

@@ -1,84 +1,143 @@
-"""`audit(thing)`: from anything that names a compiled program to an `Audit`.
-
-Text is read as a stream with a limit on its size and never handed to XLA's own parser, which can
-kill the process on text that it did not print.
-"""
+"""`audit(thing)`: from anything that names a compiled program to an `Audit`."""
 
 from __future__ import annotations
 
-import gzip
 import math
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxpar.audit.collect import Collector
 from jaxpar.audit.dataflow import Dataflow
 from jaxpar.audit.execution import execution
+from jaxpar.audit.files import checked_text, file_text
+from jaxpar.audit.findings import findings
 from jaxpar.audit.groups import MAX_DEVICES
 from jaxpar.audit.memory import memory as memory_of
+from jaxpar.audit.overlap import exposed_by_axes, overlaps
 from jaxpar.audit.reader import MAX_PROBLEMS, Module, no_collection, read_hlo
 from jaxpar.audit.reading import Reading
 from jaxpar.audit.result import Audit, Finding, Memory, Program
-from jaxpar.errors import AuditError
+from jaxpar.compat import compiled_text
+from jaxpar.errors import AuditError, is_whole, shown
+from jaxpar.hardware import Chip, chip_of
+from jaxpar.hardware import chip as chip_named
 
-MAX_TEXT_BYTES = 1 << 29
-"""Largest HLO text that is read, decompressed: 512 MiB, a hundred times a large program."""
-
-_CHUNK = 1 << 22
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
-def audit(thing: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Audit:
-    """What `thing` communicates once compiled.
+def audit(
+    thing: Any,
+    *args: Any,
+    mesh: Any = None,
+    chip: str | Chip | None = None,
+    devices_per_host: int | None = None,
+    module: str | None = None,
+    stage: str = "final",
+    **kwargs: Any,
+) -> Audit:
+    """What `thing` communicates once compiled. Nothing is run.
 
-    `thing` is a jitted function with its arguments (arrays or `jax.ShapeDtypeStruct`s; nothing is
-    run), a Lowered, a Compiled, HLO text, or the path of a file with HLO text (`.gz` too).
+    `thing` is a jitted function with its arguments (arrays or `jax.ShapeDtypeStruct`s), a Lowered,
+    a Compiled, HLO text, or a path: HLO text (`.txt`, `.hlo`, or `.gz` of it), a serialized module
+    (`.pb`), or a folder that XLA dumped into, where `module` names one of several modules and
+    `stage` is "final" or "partitioned" (right after the partitioner).
     `mesh` names the axes: a mapping of axis to size in mesh order, a text such as "dp=2,tp=4", a
     jax Mesh, or anything whose `shape` or `axes` is such a mapping. Without one, the mesh of the
     program's own shardings is used where it has one; else axes are named by size and stride, and
     notes say so.
+    `chip`, one of `jaxpar.hardware`, is what times are estimated for, and with them how much of
+    asynchronous communication is exposed; a Compiled for such a chip says so itself.
+    `devices_per_host` lets the findings tell which groups leave a host.
 
     Raises AuditError for what is no compiled program, is not partitioned yet, is damaged beyond
-    reading, or does not fit the mesh. Text with something missing gives `complete=False`.
+    reading, or does not fit the mesh, with file and line where a line is to blame. Text with
+    something missing gives `complete=False`.
     """
     axes = None if mesh is None else _axes(mesh)
+    if isinstance(chip, str):
+        chip = chip_named(chip)
+    if devices_per_host is not None and (not is_whole(devices_per_host) or devices_per_host < 1):
+        raise AuditError(f"devices_per_host={shown(devices_per_host)} must be a positive integer.")
+    given = _Given(mesh=axes, chip=chip, devices_per_host=devices_per_host)
     if isinstance(thing, (str, os.PathLike)):
         if args or kwargs:
             raise AuditError("A text or path takes no further arguments; give the function itself.")
         if isinstance(thing, str) and ("\n" in thing or thing.startswith("HloModule")):
-            return _audit(_checked_text(thing), axes)
-        return _audit(_file_text(Path(thing)), axes)
+            return _audit(checked_text(thing), given, "line ")
+        path, text = file_text(Path(thing), module=module, stage=stage)
+        return _audit(text, given, f"{path}:")
     compiled = _compiled(thing, args, kwargs)
-    text = compiled.as_text()
-    if not text:
+    printed = compiled_text(compiled)
+    if not printed:
         raise AuditError(
             "This Compiled shows no HLO text (its backend keeps none). "
             "Compile with xla_dump_to and audit the file that XLA writes."
         )
+    return _audit(checked_text(printed), _with_own(given, compiled), "line ", compiled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What is known about a program beside its text."""
+
+    mesh: dict[str, int] | None
+    chip: Chip | None
+    devices_per_host: int | None
+    platform: str | None = None
+
+
+def _with_own(given: _Given, compiled: Any) -> _Given:
+    """What the program's own shardings and devices tell, where nobody said otherwise."""
     shardings = _shardings(compiled)
-    if axes is None:
-        axes = _own_mesh(shardings)
-    devices = (device for sharding in shardings for device in sharding.device_set)
-    device = next(devices, None)
-    platform = _PLATFORMS.get(device.platform, device.platform) if device else None
-    return _audit(_checked_text(text), axes, platform=platform, compiled=compiled)
+    given = replace(given, mesh=given.mesh or _own_mesh(shardings))
+    devices = [device for sharding in shardings[:1] for device in sharding.device_set]
+    if not devices:
+        return given
+    platform = devices[0].platform
+    kind = chip_of(devices[0].device_kind)
+    hosts = len({device.process_index for device in devices})
+    return replace(
+        given,
+        platform=_PLATFORMS.get(platform, platform),
+        chip=given.chip or (None if kind is None else chip_named(kind)),
+        devices_per_host=given.devices_per_host or (len(devices) // hosts if hosts > 1 else None),
+    )
 
 
-def _audit(
-    text: str,
-    mesh: dict[str, int] | None,
-    *,
-    platform: str | None = None,
-    compiled: Any = None,
-) -> Audit:
-    with no_collection():
-        reading, problems = read(text, mesh, platform=platform)
-        memory = memory_of(reading.module)
+def _audit(text: str, given: _Given, place: str, compiled: Any = None) -> Audit:
+    try:
+        with no_collection():
+            return _read_and_judged(text, given, compiled)
+    except AuditError as error:
+        if error.line is None:
+            raise
+        raise AuditError(f"{place}{error.line}: {error}") from error
+
+
+def _read_and_judged(text: str, given: _Given, compiled: Any) -> Audit:
+    reading, problems = read(
+        text, given.mesh, platform=given.platform, devices_per_host=given.devices_per_host
+    )
+    beside = overlaps(reading, given.chip)
+    sites = tuple(
+        replace(
+            site,
+            collective=replace(
+                site.collective,
+                exposed_fraction=found.exposed_fraction,
+                num_overlapped=found.num_overlapped,
+                overlapped=found.overlapped,
+                transfer_s=found.transfer_s,
+            ),
+        )
+        for site, found in zip(reading.sites, beside, strict=True)
+    )
+    reading = replace(reading, sites=sites)
+    memory = memory_of(reading.module)
     if memory is not None and compiled is not None:
         memory = _as_compiled(memory, compiled)
     return Audit(
@@ -89,15 +148,20 @@ def _audit(
             scheduled=reading.module.scheduled,
             complete=all(finding.severity != "error" for finding in problems),
         ),
-        mesh=mesh,
-        collectives=tuple(site.collective for site in reading.sites),
+        mesh=given.mesh,
+        collectives=tuple(site.collective for site in sites),
+        exposure=exposed_by_axes([site.collective for site in sites], beside),
         memory=memory,
-        findings=tuple(problems),
+        findings=(*problems, *findings(reading)),
     )
 
 
 def read(
-    text: str | Iterable[str], mesh: dict[str, int] | None, *, platform: str | None = None
+    text: str | Iterable[str],
+    mesh: dict[str, int] | None,
+    *,
+    platform: str | None = None,
+    devices_per_host: int | None = None,
 ) -> tuple[Reading, list[Finding]]:
     """The module that a text, or its lines, prints, with its collectives; and what is missing."""
     module = read_hlo(text)
@@ -135,6 +199,7 @@ def read(
         mesh=mesh,
         num_devices=devices,
         platform=platform,
+        devices_per_host=devices_per_host,
     )
     return reading, [*incomplete, *collector.findings]
 
@@ -142,8 +207,7 @@ def read(
 def _devices(module: Module, mesh: dict[str, int] | None) -> int | None:
     """How many devices run the module: as it says, or as the mesh has. AuditError if they differ.
 
-    A program over several slices is compiled per slice, so there the mesh may be larger; such a
-    program communicates by sends, which make the audit incomplete.
+    A program over several slices is compiled per slice, so there the mesh may be larger.
     """
     on_mesh = None if mesh is None else math.prod(mesh.values())
     if module.replicas is None or module.partitions is None:
@@ -253,52 +317,4 @@ def _as_compiled(memory: Memory, compiled: Any) -> Memory:
         output_bytes=stats.output_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
         peak_bytes=getattr(stats, "peak_memory_in_bytes", None),
-    )
-
-
-def _checked_text(text: str) -> str:
-    if len(text) > MAX_TEXT_BYTES:
-        raise _too_large("The text")
-    return text
-
-
-def _file_text(path: Path) -> str:
-    if path.suffix == ".pb":
-        raise AuditError(f"{path} is a protocol buffer. Give the .txt that XLA writes beside it.")
-    try:
-        if path.is_dir():
-            raise AuditError(
-                f"{path} is a folder. Give one text file of it, *after_optimizations.txt."
-            )
-        with path.open("rb") as raw:
-            zipped = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            if zipped:
-                with gzip.open(raw) as stream:
-                    return _stream_text(stream.read, path)
-            return _stream_text(raw.read, path)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise AuditError(f"{path} is a damaged .gz file ({error}). Copy it again.") from error
-    except OSError as error:
-        raise AuditError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _stream_text(read: Callable[[int], bytes], path: Path) -> str:
-    """All of it, as text, with a limit."""
-    chunks = []
-    total = 0
-    while chunk := read(_CHUNK):
-        total += len(chunk)
-        if total > MAX_TEXT_BYTES:
-            raise _too_large(str(path))
-        if b"\0" in chunk:
-            raise AuditError(f"{path} is binary. Give HLO text, as compiled.as_text() prints it.")
-        chunks.append(chunk)
-    return b"".join(chunks).decode("utf-8", "replace")
-
-
-def _too_large(what: str) -> AuditError:
-    return AuditError(
-        f"{what} has more than {MAX_TEXT_BYTES >> 20} MiB. Print HLO without large constants, or "
-        "scan over layers."
     )

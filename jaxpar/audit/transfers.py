@@ -154,7 +154,10 @@ def transfers(
             yield _unhandled(module, (sends or receives)[0].found, problem)
             continue
         for send in sends:
-            yield from _counted(module, send, receives[0], mesh, devices, slices)
+            try:
+                yield from _counted(module, send, receives[0], mesh, devices, slices)
+            except AuditError as error:
+                raise error.at(send.found.line) from None
 
 
 def sliced_payload(computation: Computation, found: Instruction) -> int | None:

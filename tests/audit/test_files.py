@@ -23,6 +23,8 @@ MESHES = {
     "tpsp": {"dp": 2, "tp": 4},
     "pp": {"dp": 2, "pp": 4},
 }
+# What is true of the program: v5e sums small shards whole, and keeps a slice.
+FLAWS = {"fsdp.tpu_v5e_2x4": {"all-reduce-then-slice"}}
 
 
 def text_of(name):
@@ -45,7 +47,10 @@ def test_strategies(name):
     result = audit(HLO / f"{name}.txt.gz", mesh=mesh)
     assert by_kind(result) == EXPECTED[name]
     assert result.program.complete
-    assert result.findings == ()
+    warned = {found.rule for found in result.findings if found.severity != "info"}
+    assert warned == FLAWS.get(name, set())
+    told = {found.rule for found in result.findings} - warned
+    assert told <= ({"promoted-dtype"} if ".cpu" in name else {"exposed-with-independent-compute"})
     assert result.program.platform == name.split(".")[1][:3]
     assert result.program.num_devices == 8
     assert result.mesh == mesh
@@ -155,11 +160,15 @@ def test_tpu_reduce_scatter_forms():
     assert kinds["micro_rs_v5p_ar"] == ["all-reduce"]
 
 
-def test_sends_between_slices_are_not_lost_in_silence():
-    for name in ("multislice_perm.tpu_v5e_2x4_x2", "multislice_psum_both.tpu_v5e_2x4_x2"):
+def test_sends_between_slices_count_once_and_along_their_axis():
+    for name, kind in [
+        ("multislice_perm.tpu_v5e_2x4_x2", "collective-permute"),
+        ("multislice_psum_both.tpu_v5e_2x4_x2", "all-reduce"),
+    ]:
         result = audit(HLO / f"{name}.txt.gz", mesh={"slice": 2, "data": 8})
-        assert not result.program.complete
-        assert {finding.rule for finding in result.findings} == {"unhandled-communication"}
+        assert result.program.complete
+        (between,) = (one for one in result.collectives if one.axes == ("slice",))
+        assert (between.kind, between.count) == (kind, 1)
 
 
 def test_ragged_is_an_upper_bound():

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.audit import audit, source
+from jaxpar.audit import audit, files
 from jaxpar.audit.result import Audit
 from jaxpar.errors import AuditError
 
@@ -172,7 +172,7 @@ def test_everything_that_names_a_program(mesh, tmp_path):
         result = audit(thing, mesh=mesh)
         assert [found.axes for found in result.collectives] == [("tensor",)]
         assert result.mesh == AXES
-        assert (result.memory is None) == (thing in things)
+        assert (result.memory.temp_bytes is None) == (thing in things)
     memory = audit(compiled).memory
     assert memory.argument_bytes == LOCAL
     assert memory.peak_bytes is None or memory.peak_bytes >= LOCAL
@@ -190,7 +190,7 @@ SCHEMA = {
         "num_groups": int, "dtype": str, "program_dtype": str, "count": (int, type(None)),
         "count_min": int, "count_max": (int, type(None)), "payload_bytes": int, "wire_bytes": int,
         "phase": str, "scope": str, "source": (str, type(None)), "async": bool,
-        "exposed_fraction": (float, type(None)), "parts": int,
+        "exposed_fraction": (float, type(None)), "parts": int, "transfer_s": (float, type(None)),
         "name": str, "line": int, "num_overlapped": int, "overlapped": [str],
         "device_counts": (list, type(None)),
     }],
@@ -198,6 +198,9 @@ SCHEMA = {
         "kind": str, "axes": [str], "count": (int, type(None)), "count_min": int,
         "count_max": (int, type(None)), "payload_bytes": (int, type(None)),
         "wire_bytes": (int, type(None)),
+    }],
+    "exposure": [{
+        "axes": [str], "exposed_fraction": (float, type(None)), "transfer_s": (float, type(None)),
     }],
     "memory": {
         "argument_bytes": int, "output_bytes": int, "temp_bytes": (int, type(None)),
@@ -308,10 +311,10 @@ def test_a_mesh_of_another_size(mesh):
 
 
 def test_files_that_are_no_text(tmp_path):
-    with pytest.raises(AuditError, match="is a folder"):
+    with pytest.raises(AuditError, match="holds no module"):
         audit(tmp_path)
     for name, content, message in [
-        ("a.pb", b"x", "protocol buffer"),
+        ("a.pb", b"x", "a.pb"),
         ("a.txt", b"\0\1\2", "binary"),
         ("b.gz", b"\x1f\x8bnonsense", "damaged .gz"),
         ("c.gz", gzip.compress(b"HloModule x\n" * 1000)[:-9], "damaged .gz"),
@@ -323,7 +326,7 @@ def test_files_that_are_no_text(tmp_path):
 
 
 def test_bombs_are_not_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "MAX_TEXT_BYTES", 1 << 23)
+    monkeypatch.setattr(files, "MAX_TEXT_BYTES", 1 << 23)
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"\n" * (1 << 26)))
     with pytest.raises(AuditError, match="more than 8 MiB"):
         audit(tmp_path / "bomb.gz")
