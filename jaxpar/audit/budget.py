@@ -30,7 +30,7 @@ from typing import Any
 from cattrs import Converter, ForbiddenExtraKeysError
 
 from jaxpar.audit.collect import KINDS
-from jaxpar.audit.grouping import Bounds, Portion, add_up, divided, exposure
+from jaxpar.audit.grouping import Bounds, Portion, add_up, divided, exposure, whole
 from jaxpar.audit.result import Audit, Collective
 from jaxpar.audit.scope import PHASES
 from jaxpar.errors import JaxparError, did_you_mean, is_whole, require_choice, shown
@@ -254,10 +254,11 @@ def _matching(limit: Limit, audit: Audit) -> Iterable[Portion]:
             continue
         if limit.axes and found.axes and not set(limit.axes) <= set(found.axes):
             continue
+        if limit.phase is None:
+            yield whole(found)
+            continue
         # By whether the phase is meant, or may be.
-        meant = divided(
-            found, lambda buffer: limit.phase is None or buffer.phase in (limit.phase, _UNKNOWN)
-        )
+        meant = divided(found, lambda buffer: buffer.phase in (limit.phase, _UNKNOWN))
         if True in meant:
             yield meant[True]
 
