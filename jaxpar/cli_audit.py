@@ -125,7 +125,12 @@ def _show_matrix(result: Audit, said: Answer) -> None:
         raise AuditError("The text does not say how many devices there are; name them by --mesh.")
     from jaxpar.audit.matrix import byte_matrix
 
-    matrix = byte_matrix(result.collectives, num_devices)
+    try:
+        matrix = byte_matrix(result.collectives, num_devices)
+    except AuditError as error:  # an unknown count, say: the rest of the audit is worth showing
+        said.data["matrix"] = None
+        said.shown.append(literal(f"No matrix: {error}", style="yellow"))
+        return
     told = num_devices <= MAX_JSON_DEVICES
     said.data["matrix"] = matrix.tolist() if told else None
     outer = by_outer_axis(matrix, result.mesh)

@@ -86,6 +86,18 @@ def test_sums_of_unknown_counts_are_shown_as_bounds():
     assert sum_text(Bounds(low=7, high=7)) == "7"
 
 
+def test_the_matrix_of_a_permute_is_a_ring():
+    code, lines = run(HLO / "cp.cpu.txt.gz", "--mesh", "cp=8", "--matrix")
+    rows = [line for line in lines if line[0] in map(str, range(8)) and len(line) == 9]
+    assert code == 0 and len(rows) == 8
+    assert all(row[1 + int(row[0])] == "·" for row in rows)
+    _, data = written(HLO / "cp.cpu.txt.gz", "--mesh", "cp=8", "--matrix")
+    matrix = np.array(data["matrix"])
+    total = sum(found["wire_bytes"] * found["count"] for found in data["collectives"])
+    assert matrix.shape == (8, 8)
+    assert matrix.sum(axis=1) == pytest.approx([total] * 8, rel=1e-6)
+
+
 def test_a_large_matrix_is_shown_by_its_outermost_axis():
     matrix = np.arange(64).reshape(8, 8)
     names, small = by_outer_axis(matrix, {"one": 1, "data": 2, "tensor": 4})
@@ -119,6 +131,13 @@ def test_the_matrix_fits_the_terminal_and_the_file(monkeypatch, num_devices, mes
     text = rendered(told.shown)
     assert said in text and ("256 B" in text) == (said == "data=1")
     assert (told.data["matrix"] is None) == (num_devices > 256)
+
+
+def test_a_matrix_that_is_not_known_does_not_hide_the_audit():
+    code, data = written(HLO / "trip_fori_dyn.cpu.txt.gz", "--matrix")
+    assert (code, data["matrix"], len(data["collectives"])) == (0, None, 1)
+    _, lines = run(HLO / "trip_fori_dyn.cpu.txt.gz", "--matrix")
+    assert any(line[0].startswith("No matrix: ") for line in lines)
 
 
 def test_a_text_without_devices_has_no_matrix(monkeypatch):
