@@ -115,6 +115,68 @@ def test_a_table_that_a_loop_looks_up_whole_rows_of_outside_is_fine(mesh):
     assert of(function, *args) == []
 
 
+LOOP = """\
+HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%body (state: (s32[], f32[512,512], f32[6,512,512])) -> (s32[], f32[512,512], f32[6,512,512]) {
+  %state = (s32[], f32[512,512]{1,0}, f32[6,512,512]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[512,512]{1,0} get-tuple-element(%state), index=1
+  %stack = f32[6,512,512]{2,1,0} get-tuple-element(%state), index=2
+  %zero = s32[] constant(0)
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %fresh = f32[6,512,512]{2,1,0} broadcast(%x), dimensions={1,2}
+  %slice = f32[1,512,512]{2,1,0} dynamic-slice(%stack, %i, %zero, %zero), \
+dynamic_slice_sizes={1,512,512}
+  %layer = f32[512,512]{1,0} bitcast(%slice)
+  %y = f32[512,512]{1,0} dot(%x, %layer), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %out = (s32[], f32[512,512]{1,0}, f32[6,512,512]{2,1,0}) tuple(%next, %y, %stack)
+}
+
+%condition (state.1: (s32[], f32[512,512], f32[6,512,512])) -> pred[] {
+  %state.1 = (s32[], f32[512,512]{1,0}, f32[6,512,512]{2,1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %six = s32[] constant(6)
+  ROOT %less = pred[] compare(%i.1, %six), direction=LT
+}
+
+ENTRY %main (p0: f32[6,128,512], p1: f32[512,512]) -> f32[512,512] {
+  %p0 = f32[6,128,512]{2,1,0} parameter(0)
+  %p1 = f32[512,512]{1,0} parameter(1)
+  %start = s32[] constant(0)
+  %all-gather = f32[6,512,512]{2,1,0} all-gather(%p0), channel_id=1, replica_groups=[2,4]<=[8], \
+dimensions={1}, use_global_device_ids=true
+  %tuple = (s32[], f32[512,512]{1,0}, f32[6,512,512]{2,1,0}) tuple(%start, %p1, %all-gather)
+  %while = (s32[], f32[512,512]{1,0}, f32[6,512,512]{2,1,0}) while(%tuple), \
+condition=%condition, body=%body
+  ROOT %result = f32[512,512]{1,0} get-tuple-element(%while), index=1
+}
+"""
+
+
+def test_a_loop_written_out():
+    assert [found.rule for found in of_text(LOOP)] == ["whole-stack-gathered"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("%stack, %i, %zero, %zero)", "%stack, %zero, %zero, %zero)"),  # one slice on all trips
+        ("tuple(%next, %y, %stack)", "tuple(%next, %y, %fresh)"),  # another stack afterwards
+        ("dynamic_slice_sizes={1,512,512}", "dynamic_slice_sizes={1,128,512}"),  # a part of each
+        ("512,512", "64,64"),  # too small to matter
+    ],
+)
+def test_loops_that_do_not_go_through_a_stack_slice_by_slice(old, new):
+    text = LOOP.replace(old, new)
+    if "{1,128,512}" in new:
+        text = text.replace("%slice = f32[1,512,512]", "%slice = f32[1,128,512]")
+    if new == "64,64":
+        text = text.replace("6,128,512", "6,16,64")
+    assert of_text(text) == []
+
+
 # --- types ------------------------------------------------------------------------------------
 
 
@@ -139,6 +201,10 @@ def test_a_gather_that_everybody_narrows_after(mesh):
 
 def test_a_gather_of_which_somebody_needs_the_wide_type_is_fine(mesh):
     assert of(*gather(mesh, lambda x: x.astype(jnp.int8).astype(jnp.float32) + x)) == []
+
+
+def test_a_gather_that_is_widened_after_is_as_it_should_be(mesh):
+    assert of(*gather(mesh, lambda x: x.astype(jnp.float32), dtype=jnp.int8)) == []
 
 
 NARROWED_ON_GPU = """\
@@ -240,6 +306,20 @@ def test_a_gather_that_is_sliced_and_used_whole_too_is_fine(mesh):
     assert of(function, placed(mesh, (256, 256), "tensor")) == []
 
 
+def test_a_piece_larger_than_a_shard_is_no_resharding(mesh):
+    def step(x):
+        whole = lax.all_gather(x, "tensor", axis=0, tiled=True)
+        return lax.dynamic_slice_in_dim(whole, lax.axis_index("data") * 128, 128, 1)
+
+    function = mapped(mesh, step, P("tensor"), P("tensor", "data"))
+    assert of(function, placed(mesh, (256, 256), "tensor")) == []
+
+
+def test_a_small_resharding_is_not_worth_a_word(mesh):
+    function = mapped(mesh, lambda x: own_columns(x)[:, :1], P("tensor"), P(None, "tensor"))
+    assert of(function, placed(mesh, (64, 255), "tensor")) == []
+
+
 def exchanged(mesh, between, again="tensor", dims=(0, 1)):
     def step(x):
         y = between(lax.all_to_all(x, "tensor", 1, 0, tiled=True))
@@ -260,6 +340,16 @@ def test_two_all_to_alls_over_two_axes_in_a_row_are_information(mesh):
     (found,) = of(*exchanged(mesh, lambda y: y, again="data"))
     assert (found.rule, found.severity) == ("resharding-chain", "info")
     assert found.wire_bytes == 1024 * 512 * 4 // 8 * (6 + 4 - 7) // 8
+
+
+def test_an_all_to_all_whose_result_is_used_besides_is_needed(mesh):
+    def step(x):
+        y = lax.all_to_all(x, "tensor", 1, 0, tiled=True)
+        return lax.all_to_all(y, "data", 0, 1, tiled=True), y.T @ y
+
+    both = ("data", "tensor")
+    function = mapped(mesh, step, P(both), (P(both), P(both)))
+    assert of(function, placed(mesh, (1024, 512), both)) == []
 
 
 def test_work_between_two_all_to_alls_is_what_they_are_for(mesh):
@@ -314,6 +404,34 @@ def test_a_gather_for_a_matmul_is_what_gathers_are_for(mesh):
 
 def test_a_cumulative_sum_needs_the_whole_dim(mesh):
     assert of(*gather(mesh, lambda x: jnp.cumsum(x, axis=0))) == []
+
+
+WINDOWS = """\
+HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (p0: f32[256,64]) -> f32[8,64] {
+  %p0 = f32[256,64]{1,0} parameter(0)
+  %zero = f32[] constant(0)
+  %all-gather = f32[1024,64]{1,0} all-gather(%p0), channel_id=1, replica_groups=[2,4]<=[8], \
+dimensions={0}, use_global_device_ids=true
+  ROOT %windows = f32[8,64]{1,0} reduce-window(%all-gather, %zero), \
+window={size=128x1 stride=128x1}, to_apply=%add
+}
+"""
+
+
+def test_windows_that_reduce_and_windows_that_run_over_the_dim():
+    assert [found.rule for found in of_text(WINDOWS)] == ["gathered-to-reduce"]
+    running = WINDOWS.replace("f32[8,64]", "f32[1024,64]").replace(
+        "size=128x1 stride=128x1", "size=1024x1 pad=1023_0x0_0"
+    )
+    assert of_text(running) == []
 
 
 # --- programs that are as they should be ------------------------------------------------------

@@ -269,7 +269,7 @@ def _reductions(reading: Reading, gather: Gather) -> list[Instruction]:
     for end in gather.ends:
         if not end.escapes and end.instruction.opcode in _TAKES_FEW and end.index == 0:
             continue
-        if end.escapes or not _reduces(reading, end, dims[gather.dim]):
+        if not _reduces(reading, end, dims[gather.dim]):
             return []
         found.append(end.instruction)
     return found

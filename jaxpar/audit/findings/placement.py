@@ -174,13 +174,12 @@ def _stays_within(mesh: Mapping[str, int], name: str, hosts: int) -> bool:
 
 def size_one_groups(reading: Reading) -> Iterator[Finding]:
     """Operations that stay in the program and move nothing: groups of one device."""
-    counted = {(site.computation.name, site.instruction.name) for site in reading.sites}
     alone: dict[str, bool] = {}
     idle: list[Instruction] = []
     num_runs: int | None = 0
     for home, found in reading.module.find(_GROUPS, _PAIRS):
         count = reading.runs.counts.get(home.name)
-        if (home.name, found.name) in counted or count is None or count.high == 0:
+        if count is None or count.high == 0:
             continue
         if found.opcode.removesuffix("-start") in KINDS and _is_alone(reading, found, alone):
             idle.append(found)
