@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxpar.audit.dataflow import Dataflow, Place
 from jaxpar.audit.reader import Computation, Instruction, Module, Operand
@@ -56,18 +59,30 @@ ANY = Count(low=0, high=None)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Undecided:
+    """A loop or conditional on the way to communication that data decides; `reason` says how."""
+
+    instruction: Instruction
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Execution:
     """The answer for a module.
 
     `counts` holds every computation that can run and is not inert; `unknown_loops` the loops whose
     number of trips the text does not tell; `missing` the computations that are called and not in
     the text; `waits` the computations that run inside an asynchronous start.
+    `device_counts` are the executions on each device, [num_devices], of computations that do not
+    run equally often on all of them; `counts` then holds the least and the most.
     """
 
     counts: Mapping[str, Count]
     unknown_loops: tuple[Instruction, ...]
     missing: tuple[str, ...]
     waits: frozenset[str]
+    undecided: tuple[Undecided, ...] = ()
+    device_counts: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
 
 
 def execution(module: Module, flow: Dataflow) -> Execution:
@@ -83,10 +98,10 @@ def execution(module: Module, flow: Dataflow) -> Execution:
     unknown: list[Instruction] = []
     missing: dict[str, None] = {}
     waits: set[str] = set()
-    for computation in _callers_first(module, roots):
+    for computation in callers_first(module, roots):
         count = counts.get(computation.name, NEVER)
         for found in computation.calling:
-            for name, times in _calls(found, computation, flow, unknown):
+            for name, times in calls_of(found, computation, flow, unknown):
                 if name not in module.computations:
                     missing[name] = None
                     continue
@@ -217,10 +232,13 @@ def _literal(found: Instruction) -> int | None:
     return None
 
 
-def _calls(
+def calls_of(
     found: Instruction, computation: Computation, flow: Dataflow, unknown: list[Instruction]
 ) -> Iterator[tuple[str, Count]]:
-    """(computation, how often per execution of `found`) for everything `found` runs."""
+    """(computation, how often per execution of `found`) for everything `found` runs.
+
+    `unknown` grows by `found` when it is a loop whose trips the text does not tell.
+    """
     if found.opcode.endswith(("-done", "-update")):
         return  # started once, printed up to three times
     if found.opcode == "while":
@@ -242,7 +260,7 @@ def _calls(
             yield name, ANY
 
 
-def _callers_first(module: Module, roots: list[str]) -> list[Computation]:
+def callers_first(module: Module, roots: list[str]) -> list[Computation]:
     """What can be reached, each after everything that calls it. AuditError for a cycle."""
     finished: list[Computation] = []
     done: dict[str, bool] = {}  # False while its callees are being visited
