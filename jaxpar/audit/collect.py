@@ -354,7 +354,7 @@ class Collector:
                     above.add(computation.name)
                     todo.append(computation.name)
         for loop in self.runs.unknown_loops:
-            if dict(loop.called).get("body") in above:
+            if above.intersection(name for _, name in loop.called):
                 self.findings.append(
                     Finding(
                         rule="unknown-trip-count",

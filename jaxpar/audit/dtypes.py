@@ -40,7 +40,8 @@ def program_dtype(
         after = None
         if reduces == (before is not None) or promoted:  # else the one answer is enough
             path = (index,) if len(arrays) > 1 else ()
-            after = _after(flow, computation, Operand(name=found.name, path=path), array.dtype)
+            value = Operand(name=found.name, path=path)
+            after = _after(flow, computation, value, array.dtype, strict=not reduces)
         if promoted:
             dtypes.append(before or after or _PROMOTED_FROM[array.dtype])
         elif reduces:
@@ -62,8 +63,13 @@ def _before(flow: Dataflow, computation: Computation, operand: Operand, wire: st
     return _narrower(given, wire)
 
 
-def _after(flow: Dataflow, computation: Computation, value: Operand, wire: str) -> str | None:
-    """The narrower type to which every user converts `value`, if all do."""
+def _after(
+    flow: Dataflow, computation: Computation, value: Operand, wire: str, *, strict: bool
+) -> str | None:
+    """The narrower type to which every user converts `value`, if all do.
+
+    `strict`: conversions that the program wrote itself do not count.
+    """
     todo = [(computation, value.name, value.path)]
     found: set[str | None] = set()
     seen = 0
@@ -77,7 +83,8 @@ def _after(flow: Dataflow, computation: Computation, value: Operand, wire: str) 
                 if user.attributes.get("index") == str(path[0]):
                     todo.append((place, user.name, path[1:]))
             elif user.opcode == "convert":
-                found.add(_narrower(user, wire))
+                # XLA's own conversions carry no name; one with a name is the program's.
+                found.add(None if strict and user.op_name else _narrower(user, wire))
             elif user.opcode in _MOVES:
                 todo.append((place, user.name, path))
             elif user.opcode == "fusion" and len(user.called) == 1:

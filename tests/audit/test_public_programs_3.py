@@ -350,6 +350,7 @@ def test_what_to_write_instead_computes_the_same_and_sends_less(name):
 def test_counts_that_data_decides_have_bounds():
     (until,) = run("until_converged").audit.collectives
     assert (until.count_min, until.count_max) == (1, None)
+    assert "unknown-trip-count" in {it.rule for it in run("until_converged").audit.findings}
     bounds = [
         (found.count_min, found.count_max) for found in run("in_one_branch").audit.collectives
     ]

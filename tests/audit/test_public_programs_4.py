@@ -232,3 +232,9 @@ def test_a_cpu_gathers_bfloat16_as_float32_and_the_audit_tells():
     (found,) = run("cast_then_gathered").audit.collectives
     assert (found.dtype, found.program_dtype) == ("f32", "bf16")
     assert found.payload_bytes == 64 * 16 * 4
+
+
+def test_a_gather_that_the_program_casts_afterwards_is_not_the_backends_doing():
+    result = run("gathered_then_cast").audit
+    assert result.collectives[0].program_dtype == "f32"
+    assert "promoted-dtype" not in {finding.rule for finding in result.findings}
