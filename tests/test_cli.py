@@ -130,7 +130,7 @@ def test_explain_knows_every_strategy(run, name, mesh):
         (["tour", "--json", "."], "Cannot write .: no such folder, or a folder itself."),
         (["tour", "--text", "nosuch.txt"], "Text file 'nosuch.txt' does not exist"),
         (["audit", "nosuch.txt"], "nosuch.txt cannot be read: No such file or directory."),
-        (["audit", "."], ". is a folder."),
+        (["audit", "."], ". holds no module that XLA compiled"),
         (["audit", "x" * 300], "xxx cannot be read: File name too long."),
         (["audit", "[bold]x[/bold]:smile:"], "[bold]x[/bold]:smile: cannot be read"),
         (["audit", "\x1b[31mred\u202e"], r"jaxpar: \x1b[31mred\u202e cannot be read"),
@@ -200,7 +200,7 @@ def test_audit(run):
     data = json.loads(Path("out.json").read_text())
     assert data["schema"] == "jaxpar.audit/1"
     assert list(data) == [
-        "schema", "program", "mesh", "collectives", "totals", "memory", "findings",
+        "schema", "program", "mesh", "collectives", "totals", "exposure", "memory", "findings",
     ]  # fmt: skip
     assert data["program"] == {
         "name": "jit_step", "platform": "cpu", "num_devices": 8,
