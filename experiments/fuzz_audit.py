@@ -45,7 +45,7 @@ MEMORY_BYTES = 4 << 30
 
 _AHEAD = 16  # cases that a worker has at hand, so that it never waits for the next
 _SHOWN = 40
-_TABLE_WIDTH = 110
+_TABLE_WIDTH = 130
 
 
 class Worker:
