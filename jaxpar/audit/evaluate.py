@@ -148,6 +148,10 @@ def _damaged(found: Instruction) -> Undecidable:
     return Undecidable(f"{called(found)}, which does not fit together with its operands")
 
 
+def _rounded(found: Instruction) -> Undecidable:
+    return Undecidable(f"{called(found)}, whose result is rounded")
+
+
 def _numbers(found: Instruction, key: str) -> list[int]:
     """The numbers of an attribute such as `dimensions={0,1}`."""
     words = found.attributes[key].strip("{}").split(",")
@@ -218,7 +222,7 @@ def _exact(found: Instruction, function: Callable[..., Any]) -> Operation:
         wide = function(*(value.astype(np.float64) for value in values))
         narrow: Values = wide.astype(values[0].dtype)
         if not (np.isfinite(wide).all() and (narrow == wide).all()):
-            raise Undecidable(f"{called(found)}, whose result is rounded")
+            raise _rounded(found)
         return narrow
 
     return apply
@@ -342,7 +346,7 @@ def _convert(found: Instruction, result: Array, given: list[Array], machine: Mac
             return answer
         answer = value.astype(to)
         if not (answer.astype(value.dtype) == value).all():
-            raise Undecidable(f"{called(found)}, whose result is rounded")
+            raise _rounded(found)
         return answer
 
     return apply
@@ -503,13 +507,14 @@ def _dynamic_update_slice(
 
 
 def _reduce(found: Instruction, result: Array, given: list[Array], machine: Machine) -> Operation:
-    source = given[0]
+    source, _ = given
     combine = reducer(found, machine.module)
-    if source.dtype[0] == "f" and combine in (np.add, np.multiply):
-        raise Undecidable(f"{called(found)}, a sum whose rounding depends on the order")
+    rounds = source.dtype[0] == "f" and combine in (np.add, np.multiply)
     axes = tuple(axis + 1 for axis in _numbers(found, "dimensions"))
 
     def apply(value: Values, first: Values) -> Values:
+        if rounds:
+            raise _rounded(found)
         inner = combine.reduce(_no_nan(found, value), axis=axes, initial=None, dtype=value.dtype)
         return combine(inner, first.reshape(len(first), *[1] * len(result.dims)))
 
@@ -538,9 +543,15 @@ def _exchanged(
     combine = None
     if found.opcode.startswith("all-reduce"):
         combine = reducer(found, machine.module)
-        if given[0].dtype[0] == "f" and combine in (np.add, np.multiply):
-            raise Undecidable(f"{called(found)}, a sum whose rounding depends on the order")
-    return exchange(found, machine.module, machine.num_devices, combine)
+    exchanged = exchange(found, machine.module, machine.num_devices, combine)
+    rounds = given[0].dtype[0] == "f" and combine in (np.add, np.multiply)
+
+    def apply(value: Values) -> Values:
+        if rounds:
+            raise _rounded(found)
+        return exchanged(value)
+
+    return apply
 
 
 _OPCODES: Mapping[str, Callable[..., Operation]] = MappingProxyType(

@@ -19,10 +19,13 @@ from jaxpar.audit.execution import MAX_COUNT, Undecided
 from jaxpar.audit.reader import Instruction
 from jaxpar.audit.slicing import Call, Compute, Loop, Plan, Stop, Unknown, Value
 
-MAX_COST = 200_000
-"""Instructions that are evaluated, large arrays counting as several: a second or two."""
+MAX_COST = 100_000
+"""Instructions that are evaluated, large arrays counting as several: less than a second."""
 
 MAX_EVENTS = 10_000
+
+MAX_EVENT_ENTRIES = 1 << 26
+"""Entries of the masks of all events: 64 MiB."""
 
 MAX_CALLS = 64
 """Computations that run inside each other."""
@@ -83,7 +86,9 @@ class Runner:
         self._homes = homes
         self._closed = closed
         self._everyone: Mask = np.ones(machine.num_devices, np.bool_)
+        self._max_events = min(MAX_EVENTS, MAX_EVENT_ENTRIES // machine.num_devices)
         self._cost = 0
+        self._mask_cost = machine.num_devices // _ELEMENTS_PER_COST
 
     def run(self, entry: str) -> None:
         """The program once, on every device. Stop when that costs too much."""
@@ -118,7 +123,7 @@ class Runner:
         for slot, value in given:
             values[slot] = value
         who = _Who(who.sure, who.may, who.depth + 1)
-        self._spend(1)
+        self._spend(1 + self._mask_cost)
         for step in plan.steps:
             if isinstance(step, Compute):
                 values[step.output] = self._computed(step, values, who)
@@ -151,8 +156,10 @@ class Runner:
         names = [name for _, name in found.called]
         if found.opcode not in ("call", "fusion") and not found.opcode.endswith("-start"):
             what = f"{called(found)}, whose opcode {found.opcode} is not evaluated"
-            self._undecided(found, f"how often {names[0]} runs depends on {what}")
-            self.unbounded.update(name for name in names if name in self.low)
+            below = [name for name in names if name in self.low]
+            self.unbounded.update(below)
+            if below:
+                self._undecided(found, f"how often {below[0]} runs depends on {what}")
             return
         for name, passes, returns in zip(names, call.passes, call.returns, strict=True):
             inner = self._enter(name, [(there, values[here]) for here, there in passes], who)
@@ -212,7 +219,7 @@ class Runner:
         state = [values[carried.first] for carried in loop.state]
         going, num_trips = who, 0
         while loop.trips is None or num_trips < loop.trips:
-            self._spend(1)
+            self._spend(1 + self._mask_cost)
             if loop.trips is None:
                 more = self._more(loop, state, going)
                 if isinstance(more, Unknown):
@@ -274,8 +281,8 @@ class Runner:
         self.high[name] += who.may.astype(np.int64) * times
         if self.events_end is None:
             for home, each in self._inside(name, times):
-                if len(self.events) == MAX_EVENTS:
-                    self.events_end = f"there are more than {MAX_EVENTS}"
+                if len(self.events) >= self._max_events:
+                    self.events_end = f"there are more than {self._max_events}"
                     return
                 self.events.append(Event(computation=home, devices=who.may, times=each))
 

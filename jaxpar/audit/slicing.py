@@ -261,6 +261,8 @@ class Slice:
         found = home.instructions.get(name)
         if found is None:
             raise Undecidable(f"{name}, which no line of {home.name} makes")
+        if home.problems or (home.root is not None and not home.root.is_root):
+            raise Undecidable(f"{called(found)}, in {home.name}, of which the text is damaged")
         result = _array(found, path)
         if found.opcode == "parameter":
             number = integer(found.operands_text, f"parameter {name}")
@@ -340,8 +342,8 @@ class Slice:
             if path[:1] != (1,):
                 raise Undecidable(f"{called(found)}, which is not evaluated")
             inner = path[1:]
-        if found.opcode in ("while", "conditional") and not found.operands:
-            raise Undecidable(f"{called(found)}, which has no operand")
+        if not found.called or (found.opcode in ("while", "conditional") and not found.operands):
+            raise Undecidable(f"{called(found)}, which lacks what it runs or reads")
         self._calls.setdefault(home.name, {})[found.name] = found
         self._visit(home, found)
         for key, name in found.called:
