@@ -114,7 +114,7 @@ class Collector:
                 self._homes[one.computation.name] = None
                 self.sites.append(one)
         self.sites.sort(key=lambda site: site.instruction.line)
-        self._unknown_loops()
+        self._undecided()
 
     def _collective(self, computation: Computation, found: Instruction, kind: str) -> None:
         count = self.runs.counts.get(computation.name)
@@ -186,6 +186,7 @@ class Collector:
         cloned = outer is not None and outer.opcode.endswith("-start")
         if outer is not None and outer.op_name and (cloned or not found.op_name):
             described = outer
+        on_each = self.runs.device_counts.get(computation.name)
         is_async = waits and '"is_sync":true' not in found.attributes_text
         return Collective(
             kind=kind,
@@ -208,6 +209,7 @@ class Collector:
             buffers=self._buffers(computation, found, kind, results, payload, described.op_name),
             name=found.name,
             line=found.line,
+            device_counts=None if on_each is None else tuple(on_each.tolist()),
             groups=groups if isinstance(groups, np.ndarray) else tuple(groups),
         )
 
@@ -344,8 +346,8 @@ class Collector:
             Finding(rule=rule, severity="error", message=message, source=source, remedy=remedy)
         )
 
-    def _unknown_loops(self) -> None:
-        """A finding for each loop that communicates an unknown number of times."""
+    def _undecided(self) -> None:
+        """Findings for loops and branches that communicate nobody knows how often."""
         above = set(self._homes)
         todo = list(above)
         while todo:
@@ -353,19 +355,43 @@ class Collector:
                 if computation.name not in above:
                     above.add(computation.name)
                     todo.append(computation.name)
+        reasons = {id(one.instruction): one.reason for one in self.runs.undecided}
         for loop in self.runs.unknown_loops:
             if above.intersection(name for _, name in loop.called):
-                self.findings.append(
-                    Finding(
-                        rule="unknown-trip-count",
-                        severity="warning",
-                        message=f"loop {loop.name} communicates, and how often it runs is decided "
-                        "by data; counts inside are unknown",
-                        source=self.module.source_of(loop),
-                        remedy="Use lax.scan or a fori_loop with constant bounds, or read the "
-                        "counts as per trip of this loop.",
-                    )
+                why = reasons.pop(id(loop), "")
+                self._open(
+                    loop,
+                    "unknown-trip-count",
+                    f"loop {loop.name} communicates, and how often it runs is decided by data; "
+                    "counts inside are unknown",
+                    why,
+                    "Use lax.scan or a fori_loop with constant bounds, or read the counts as per "
+                    "trip of this loop.",
                 )
+        for one in self.runs.undecided:
+            found = one.instruction
+            if id(found) in reasons and above.intersection(name for _, name in found.called):
+                self._open(
+                    found,
+                    "undecided-branch",
+                    f"whether what {found.name} chooses communicates is not known; counts inside "
+                    "are bounds",
+                    one.reason,
+                    "Nothing to change where data should decide; else make the choice from "
+                    "constants, loop counters and lax.axis_index.",
+                )
+
+    def _open(self, found: Instruction, rule: str, message: str, why: str, remedy: str) -> None:
+        self.findings.append(
+            Finding(
+                rule=rule,
+                severity="warning" if rule == "unknown-trip-count" else "info",
+                message=f"{message}: {why}" if why else message,
+                source=self.module.source_of(found),
+                remedy=remedy,
+                evidence=(f"{found.name} (line {found.line})",),
+            )
+        )
 
 
 def _results(found: Instruction, kind: str) -> Shape:

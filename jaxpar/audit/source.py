@@ -21,6 +21,7 @@ from jaxpar.audit.overlap import exposed_by_axes, overlaps
 from jaxpar.audit.reader import MAX_PROBLEMS, Module, no_collection, read_hlo
 from jaxpar.audit.reading import Reading
 from jaxpar.audit.result import Audit, Finding, Memory, Program
+from jaxpar.audit.skeleton import decided
 from jaxpar.compat import compiled_text
 from jaxpar.errors import AuditError, is_whole, shown
 from jaxpar.hardware import Chip, chip_of
@@ -173,7 +174,7 @@ def read(
         )
     devices = _devices(module, mesh)
     flow = Dataflow(module)
-    runs = execution(module, flow)
+    runs = decided(module, flow, execution(module, flow), num_devices=devices)
     platform = platform or module.platform
     collector = Collector(module, flow, runs, mesh=mesh, devices=devices, platform=platform)
     collector.run()

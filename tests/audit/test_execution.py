@@ -141,10 +141,7 @@ ENTRY %main (p: {SHAPE}) -> {SHAPE} {{
         ),
         ({"test": "compare(%i, %n), direction=GE", "first": "constant(7)", "bound": "0",
               "step": "constant(-2)"}, 4),
-        ({"test": "compare(%i, %n), direction=EQ"}, None),
-        ({"test": "compare(%i, %i), direction=LT"}, None),
         ({"test": "custom-call(%i, %n)"}, None),
-        ({"test": "compare(%i, %n), direction=LT", "first": "partition-id()"}, None),
         ({"test": "compare(%i, %n), direction=LT", "step": "partition-id()"}, None),
         ({"test": "compare(%i, %n), direction=LT", "bound": "{...}"}, None),
     ],
@@ -163,6 +160,20 @@ def test_deduced_trips(given, expected):
         [] if expected else ["unknown-trip-count"]
     )
     assert result.program.complete
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        ({"test": "compare(%i, %n), direction=EQ"}, 0),
+        ({"test": "compare(%i, %i), direction=LT"}, 0),
+        ({"test": "compare(%i, %n), direction=LT", "first": "partition-id()"}, 7),
+    ],
+)
+def test_trips_that_only_execution_tells(given, count):
+    text = loop(**given)
+    assert trips(read_hlo(text)) == {"w": None}
+    assert [found.count for found in audit(text).collectives] == ([count] if count else [])
 
 
 def test_a_condition_runs_once_more_than_its_body():

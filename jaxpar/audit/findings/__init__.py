@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from collections.abc import Callable, Iterator
 
 from jaxpar.audit.findings import gathers, loops, placement, redundant, reshards
@@ -30,16 +30,17 @@ def findings(reading: Reading) -> tuple[Finding, ...]:
 
 
 def _bounded(found: Iterator[Finding]) -> Iterator[Finding]:
-    """The first findings of a rule, and how many more there are."""
-    last = None
-    for last in itertools.islice(found, MAX_PER_RULE):
-        yield last
-    num_more = sum(1 for _ in found)
-    if last is not None and num_more:
-        yield Finding(
-            rule=last.rule,
-            severity=last.severity,
-            message=f"and {num_more} more like the {MAX_PER_RULE} above",
-            source=None,
-            remedy=last.remedy,
-        )
+    """The first findings of each rule, which a function may serve several of; and the rest."""
+    last: dict[str, Finding] = {}
+    num_found: dict[str, int] = {}
+    for one in found:
+        num_found[one.rule] = num_found.get(one.rule, 0) + 1
+        if num_found[one.rule] <= MAX_PER_RULE:
+            last[one.rule] = one
+            yield one
+    for rule, count in num_found.items():
+        if count > MAX_PER_RULE:
+            more = f"and {count - MAX_PER_RULE} more like the {MAX_PER_RULE} above"
+            yield dataclasses.replace(
+                last[rule], message=more, source=None, evidence=(), wire_bytes=None
+            )
