@@ -162,18 +162,18 @@ def test_deduced_trips(given, expected):
     assert result.program.complete
 
 
-@pytest.mark.parametrize(
-    ("given", "count"),
-    [
-        ({"test": "compare(%i, %n), direction=EQ"}, 0),
-        ({"test": "compare(%i, %i), direction=LT"}, 0),
-        ({"test": "compare(%i, %n), direction=LT", "first": "partition-id()"}, 7),
-    ],
-)
-def test_trips_that_only_execution_tells(given, count):
-    text = loop(**given)
+@pytest.mark.parametrize("test", ["compare(%i, %n), direction=EQ", "compare(%i, %i), direction=LT"])
+def test_a_loop_that_does_not_begin(test):
+    text = loop(test=test)
     assert trips(read_hlo(text)) == {"w": None}
-    assert [found.count for found in audit(text).collectives] == ([count] if count else [])
+    assert audit(text).collectives == ()
+
+
+def test_a_loop_that_runs_differently_on_each_device():
+    text = loop(test="compare(%i, %n), direction=LT", first="partition-id()")
+    (found,) = audit(text).collectives
+    assert (found.count, found.count_min, found.count_max) == (None, 4, 7)
+    assert found.device_counts == (7, 6, 5, 4)
 
 
 def test_a_condition_runs_once_more_than_its_body():
