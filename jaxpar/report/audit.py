@@ -41,7 +41,7 @@ def audit_table(audit: Audit) -> Table:
                     found.kind,
                     axis_label(found),
                     found.phase,
-                    count_text(executions(found)),
+                    count_text(executions(found)) + (" by device" if found.device_counts else ""),
                     size(found.payload_bytes),
                     size(found.wire_bytes),
                     found.dtype if same else f"{found.program_dtype} as {found.dtype}",
