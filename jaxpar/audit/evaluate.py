@@ -80,7 +80,8 @@ def operation(
 ) -> Operation:
     """The function of the operands' values that `found` is, for its result of type `result`.
 
-    Undecidable, now or when it is called, for what is not evaluated.
+    Undecidable, now or when it is called, for what is not evaluated. NumPy's warnings about numbers
+    are to be ignored around the call (`np.errstate`): integers wrap here.
     """
     opcode = found.opcode.removesuffix("-start")
     if opcode not in _OPCODES:
@@ -98,8 +99,7 @@ def operation(
         if max((len(value) for value in values), default=1) * num_elements > MAX_VALUES:
             raise _large(found, num_elements)
         try:
-            with np.errstate(all="ignore"):
-                answer = function(*values)
+            answer = function(*values)
         except (ValueError, IndexError, TypeError, OverflowError) as error:
             raise _damaged(found) from error
         if answer.dtype != dtype or answer.shape[1:] != result.dims:

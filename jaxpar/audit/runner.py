@@ -109,7 +109,8 @@ class Runner:
 
     def everywhere(self, name: str) -> list[Value] | None:
         """The values of one run of a computation without arguments, on every device."""
-        return self._enter(name, [], _Who(self._everyone, self._everyone, 0))
+        with np.errstate(all="ignore"):
+            return self._enter(name, [], _Who(self._everyone, self._everyone, 0))
 
     def _enter(self, name: str, given: list[tuple[int, Value]], who: _Who) -> list[Value] | None:
         """One run of a computation; its values, None when nobody wants any."""
