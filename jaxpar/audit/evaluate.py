@@ -191,8 +191,11 @@ def _iota(found: Instruction, result: Array, _: list[Array], machine: Machine) -
 
 
 def _partition(found: Instruction, result: Array, _: list[Array], machine: Machine) -> Operation:
-    replicas, partitions = machine.module.replicas, machine.module.partitions
-    if replicas is None or partitions is None or replicas * partitions != machine.num_devices:
+    module = machine.module
+    printed = "num_partitions" if found.opcode == "partition-id" else "replica_count"
+    replicas, partitions = module.replicas, module.partitions
+    known = module.header is not None and printed in module.header  # else that text may be lost
+    if not known or not replicas or not partitions or replicas * partitions != machine.num_devices:
         raise Undecidable(f"{called(found)}, and the text does not say how many devices there are")
     ids = np.arange(machine.num_devices)
     ids = ids % partitions if found.opcode == "partition-id" else ids // partitions

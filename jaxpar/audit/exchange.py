@@ -30,7 +30,9 @@ def exchange(
     kind = found.opcode.removesuffix("-start")
     attributes = found.attributes
     permutes = kind == "collective-permute"
-    text = attributes.get("source_target_pairs" if permutes else "replica_groups", "")
+    text = attributes.get("source_target_pairs" if permutes else "replica_groups")
+    if text is None:
+        raise AuditError(f"{found.name} does not say which devices it connects.")
     groups = to_device_ids(
         parse_pairs(text) if permutes else parse_groups(text, num_devices),
         kind=kind,

@@ -27,6 +27,7 @@ from tests.audit.skeletons import (
     scaled,
     steps,
     text_of,
+    told_by_others,
     work,
 )
 
@@ -237,6 +238,37 @@ def test_what_cannot_be_evaluated_says_why(index, lines, reason):
     _, runs, _ = decided_of(branching(index, 2, lines=lines), num_devices=4)
     assert [reason in undecided.reason for undecided in runs.undecided] == [True], runs.undecided
     assert runs.counts["b0"] == Count(low=0, high=1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("  %and.9 =", "  %constant.25 = u32[] constant(0)\n  %and.9 ="),  # made a second time
+        ("  %and.9 =", "  %and.8 = u32[] junk\n  %and.9 ="),
+        ("  ROOT %convert_element_type.4", "  %convert_element_type.4"),
+        (", num_partitions=8", ""),
+        ("direction=EQ", "direction=XX"),
+        ("%fused_computation.1 (", "%fused_computation.9 ("),
+        ("parameter(0)\n  %constant.25", "parameter(1)\n  %constant.25"),
+        ("u32[] partition-id()", "u32[2]{0} partition-id()"),
+    ],
+)
+def test_nothing_is_decided_by_damaged_text(before, after):
+    """Inside a fusion, which nobody else reads: a wrong branch would be a smaller count."""
+    text = dump("cond_cond.cpu")
+    assert before in text
+    _, runs, _ = decided_of(text.replace(before, after))
+    assert len(runs.undecided) == 1
+    assert runs.counts["region_1.3_spmd"] == Count(low=0, high=1)
+
+
+def test_what_is_told_to_nobody_in_particular_is_not_known():
+    text = text_of(told_by_others)
+    for word in ("source_target_pairs", "replica_groups"):
+        start = text.index(word + "=", text.index("\nENTRY"))
+        end = text.index(", ", text.index("}", start))
+        _, runs, _ = decided_of(text[:start] + "x=1" + text[end:])
+        assert [one.instruction.opcode for one in runs.undecided] == ["while"], word
 
 
 def test_floats_count_while_they_are_exact():
