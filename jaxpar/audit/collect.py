@@ -49,6 +49,9 @@ KINDS = frozenset(
 MAX_MEMBERS = 1 << 25
 """Members of all different device groups of a module that are expanded, together."""
 
+MAX_READ = 1 << 11
+"""Computations in memory beyond which those that were only looked into are forgotten."""
+
 _RELATED = ("all-", "collective-", "ragged-", "reduce-scatter")
 _ENDS = ("-done", "-update")  # the operation was counted where it started
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
@@ -150,6 +153,8 @@ class Collector:
                 self._unhandled(f"{found.opcode} of slices of several types", found)
                 return
         self._homes[computation.name] = None
+        if len(self.module.read) > MAX_READ:
+            self.module.forget_inert()
         collective = self._priced(computation, found, kind, count, outer, waits, payload)
         if collective is not None:
             self.sites.append(

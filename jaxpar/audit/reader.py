@@ -58,8 +58,11 @@ class Computation:
     `calling` are the instructions that run others, and not only inert ones.
     """
 
-    def __init__(self, name: str, text: str, start: int, end: int, line: int) -> None:
+    def __init__(
+        self, name: str, text: str, start: int, end: int, line: int, read: list[Computation]
+    ) -> None:
         self.name = name
+        self._all_read = read
         self.line = line
         self.inert = True
         self.calling: list[Instruction] = []
@@ -69,6 +72,7 @@ class Computation:
 
     @cached_property
     def _read(self) -> tuple[dict[str, Instruction], list[str]]:
+        self._all_read.append(self)
         instructions: dict[str, Instruction] = {}
         problems = []
         lines = self._text[self.start : self.end].split("\n")
@@ -83,6 +87,11 @@ class Computation:
                 problems.append(_problem(number, "defines a value a second time", line))
             instructions[found.name] = found
         return instructions, problems
+
+    def forget(self) -> None:
+        """Give the memory back; what is asked for again is read again."""
+        for known in ("_read", "users", "root", "parameters"):
+            self.__dict__.pop(known, None)
 
     def mentions(self, word: str) -> bool:
         """Whether the text of this computation holds `word`; reads nothing."""
@@ -126,6 +135,7 @@ class Computation:
 class Module:
     """A whole text. `problems` says in words what is missing; empty for an intact text.
 
+    `read` are the computations whose instructions are in memory.
     `unpartitioned` is the first line that still awaits XLA's partitioner, 0 when there is none.
     `platform` is a guess by what only one backend prints: cpu, gpu, tpu or unknown.
     """
@@ -140,6 +150,14 @@ class Module:
     differentiated: bool
     unpartitioned: int
     problems: tuple[str, ...]
+    read: list[Computation]
+
+    def forget_inert(self) -> None:
+        """Forget what was read of inert computations: a large program has ten times as many."""
+        inert = [computation for computation in self.read if computation.inert]
+        self.read[:] = [computation for computation in self.read if not computation.inert]
+        for computation in inert:
+            computation.forget()
 
     @property
     def scheduled(self) -> bool:
@@ -280,6 +298,7 @@ class _Reader:
         self.tables: dict[str, dict[int, str]] = {table: {} for table in _TABLES}
         self.platform = next((name for name, mark in _PLATFORM_MARKS if mark in text), "unknown")
         self.problems: list[str] = []
+        self.read: list[Computation] = []
         self.table = ""
 
     def cut(self) -> None:
@@ -339,6 +358,7 @@ class _Reader:
             differentiated=self._is_differentiated(),
             unpartitioned=self._unpartitioned(),
             problems=tuple(self.problems),
+            read=self.read,
         )
 
     def _outside(self, line: str, number: int) -> None:
@@ -372,7 +392,7 @@ class _Reader:
         if name in self.computations:
             self.problems.append(_problem(number, "defines a computation a second time", name))
             del self.computations[name]  # the order stays that of the text
-        computation = Computation(name, self.text, start, end, number)
+        computation = Computation(name, self.text, start, end, number, self.read)
         self.computations[name] = computation
         if is_entry:
             if self.entry is not None:

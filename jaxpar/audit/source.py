@@ -192,6 +192,7 @@ def read(
         )
         for problem in [*module.problems, *missing[:MAX_PROBLEMS]]
     )
+    module.forget_inert()
     reading = Reading(
         module=module,
         flow=flow,

@@ -26,7 +26,11 @@ RULES: tuple[Rule, ...] = (
 
 def findings(reading: Reading) -> tuple[Finding, ...]:
     """What the rules find in a module, rule by rule. AuditError for a damaged text."""
-    return tuple(found for rule in RULES for found in _bounded(rule(reading)))
+    found: list[Finding] = []
+    for rule in RULES:
+        found += _bounded(rule(reading))
+        reading.module.forget_inert()
+    return tuple(found)
 
 
 def _bounded(found: Iterator[Finding]) -> Iterator[Finding]:
