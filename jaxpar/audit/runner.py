@@ -14,10 +14,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxpar.audit.evaluate import Machine, Undecidable, absorbed, called
+from jaxpar.audit.evaluate import absorbed
 from jaxpar.audit.execution import MAX_COUNT, Undecided
 from jaxpar.audit.reader import Instruction
 from jaxpar.audit.slicing import Call, Compute, Loop, Plan, Stop, Unknown, Value
+from jaxpar.audit.values import Machine, Undecidable, called
 
 MAX_COST = 100_000
 """Instructions that are evaluated, large arrays counting as several: less than a second."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxpar.audit.dataflow import Dataflow
-from jaxpar.audit.evaluate import Machine, Undecidable
 from jaxpar.audit.execution import Count, Execution, Undecided, callers_first, calls_of
 from jaxpar.audit.reader import Computation, Instruction, Module
 from jaxpar.audit.runner import Closed, Counts, Event, Runner
 from jaxpar.audit.slicing import Slice, Stop
+from jaxpar.audit.values import Machine, Undecidable
 from jaxpar.errors import AuditError
 
 COMMUNICATING = (" all-", " collective-", " ragged-", " reduce-scatter", " send(", " recv(")

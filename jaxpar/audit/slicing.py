@@ -15,11 +15,13 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from jaxpar.audit.dataflow import Dataflow
-from jaxpar.audit.evaluate import Machine, Operation, Undecidable, called, operation, plain_layout
+from jaxpar.audit.evaluate import operation
 from jaxpar.audit.exchange import EXCHANGES
 from jaxpar.audit.execution import trip_count
+from jaxpar.audit.moving import plain_layout
 from jaxpar.audit.reader import Computation, Instruction, Module, Operand
 from jaxpar.audit.shape import Array, Shape, integer
+from jaxpar.audit.values import Machine, Operation, Undecidable, called
 from jaxpar.errors import AuditError
 
 MAX_WANTED = 50_000

@@ -12,13 +12,13 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar.audit.dataflow import Dataflow
-from jaxpar.audit.evaluate import Machine
 from jaxpar.audit.execution import execution
 from jaxpar.audit.reader import read_hlo
 from jaxpar.audit.runner import Runner
 from jaxpar.audit.shape import Array
 from jaxpar.audit.skeleton import COMMUNICATING, decide, decided
 from jaxpar.audit.slicing import Slice
+from jaxpar.audit.values import Machine
 from jaxpar.compat import compiled_text
 
 NUM_STAGES, NUM_DATA, NUM_MICRO = 4, 2, 3
