@@ -406,6 +406,135 @@ def test_a_cumulative_sum_needs_the_whole_dim(mesh):
     assert of(*gather(mesh, lambda x: jnp.cumsum(x, axis=0))) == []
 
 
+def top_k(mesh, both=False, local=None):
+    """The best 2 of rows that `tensor` shards, of which each shard sends its best `local`."""
+
+    def step(x):
+        if local is not None:
+            x = lax.top_k(x, local)[0]
+        values, indices = lax.top_k(lax.all_gather(x, "tensor", axis=1, tiled=True), 2)
+        return (values, indices) if both else values
+
+    spec = P(("data", "tensor"))
+    out = (spec, spec) if both else spec
+    function = jax.shard_map(
+        step, mesh=mesh, in_specs=P("data", "tensor"), out_specs=out, check_vma=False
+    )
+    return function, placed(mesh, (1024, 1024), "data", "tensor")
+
+
+def test_of_the_best_few_the_candidates_of_each_shard_have_to_be_gathered(mesh):
+    (found,) = of(*top_k(mesh))
+    gathered, candidates = 512 * 1024 * 4 * 3 // 4, 512 * 2 * 4 * 3
+    assert (found.rule, found.wire_bytes) == ("gathered-to-reduce", gathered - candidates)
+    (found,) = of(*top_k(mesh, both=True))  # with their indices
+    assert found.wire_bytes == gathered - 2 * candidates
+
+
+@pytest.mark.parametrize("local", [2, 16])
+def test_a_gather_of_candidates_is_how_to_choose_a_few(mesh, local):
+    assert of(*top_k(mesh, local=local)) == []
+
+
+SORTED = """\
+HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%greater (x: f32[], y: f32[]) -> pred[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %compare = pred[] compare(%x, %y), direction=GT
+}
+
+ENTRY %main (p0: f32[512,256]) -> f32[512,8] {
+  %p0 = f32[512,256]{1,0} parameter(0)
+  %sort = f32[512,256]{1,0} sort(%p0), dimensions={1}, to_apply=%greater
+  %slice = f32[512,32]{1,0} slice(%sort), slice={[0:512], [0:32]}
+  %all-gather = f32[512,128]{1,0} all-gather(%slice), channel_id=1, replica_groups=[2,4]<=[8], \
+dimensions={1}, use_global_device_ids=true
+  %sort.1 = f32[512,128]{1,0} sort(%all-gather), dimensions={1}, to_apply=%greater
+  ROOT %slice.1 = f32[512,8]{1,0} slice(%sort.1), slice={[0:512], [0:8]}
+}
+"""
+
+
+def test_candidates_that_a_sort_and_a_slice_choose_are_candidates():
+    assert of_text(SORTED) == []
+    (found,) = of_text(SORTED.replace("sort(%p0), dimensions={1}, to_apply=%greater", "sine(%p0)"))
+    assert found.wire_bytes == 512 * 128 * 4 * 3 // 4 - 512 * 8 * 4 * 3
+    sorted_whole = SORTED.replace("slice(%sort), slice={[0:512], [0:32]}", "copy(%sort)")
+    sorted_whole = sorted_whole.replace("512,32]", "512,256]").replace("512,128]", "512,1024]")
+    assert [found.rule for found in of_text(sorted_whole)] == ["gathered-to-reduce"]
+
+
+def masked_sum(mesh, weights, *sharded):
+    """What `weights` make of a gather, summed."""
+
+    def step(x, given):
+        whole = lax.all_gather(x, "tensor", axis=0, tiled=True)
+        return jnp.sum(whole * weights(given).astype(x.dtype), 0)
+
+    spec = P(("data", "tensor"))
+    function = jax.shard_map(
+        step, mesh=mesh, in_specs=(P("tensor"), P(*sharded)), out_specs=spec, check_vma=False
+    )
+    given = placed(mesh, (2048, 1) if sharded else (), *sharded)
+    return function, placed(mesh, (1024, 64), "tensor"), given
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda scale: jnp.full((1024, 1), 2.0) * scale,
+        lambda scale: jnp.arange(1024)[:, None] < 300,
+        lambda scale: lax.psum(jnp.sin(scale), ("data", "tensor")),
+    ],
+)
+def test_a_sum_with_weights_that_all_devices_share_could_be_an_all_reduce(mesh, weights):
+    assert "gathered-to-reduce" in [found.rule for found in of(*masked_sum(mesh, weights))]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda scale: jnp.arange(1024)[:, None] < 256 * lax.axis_index("tensor"),  # a prefix
+        lambda scale: jnp.full((1024, 1), 1.0) * lax.axis_index("data").astype(jnp.float32),
+    ],
+)
+def test_a_sum_with_weights_of_each_device_needs_the_whole(mesh, weights):
+    assert of(*masked_sum(mesh, weights)) == []
+
+
+def test_a_sum_with_weights_that_are_sharded_needs_the_whole(mesh):
+    assert of(*masked_sum(mesh, lambda given: given, "data")) == []
+
+
+TWICE = """\
+HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%max (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %larger = f32[] maximum(%x, %y)
+}
+
+ENTRY %main (p0: f32[128,256]) -> f32[256] {
+  %p0 = f32[128,256]{1,0} parameter(0)
+  %low = f32[] constant(-inf)
+  %all-gather = f32[128,1024]{1,0} all-gather(%p0), channel_id=1, \
+replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={1}, use_global_device_ids=true
+  %all-gather.1 = f32[256,1024]{1,0} all-gather(%all-gather), channel_id=2, \
+replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}, use_global_device_ids=true
+  ROOT %reduce = f32[256]{0} reduce(%all-gather.1, %low), dimensions={1}, to_apply=%max
+}
+"""
+
+
+def test_a_gather_over_another_axis_on_the_way_leaves_the_devices_with_the_same():
+    assert [found.rule for found in of_text(TWICE)] == ["gathered-to-reduce"]
+    others = "{{0,1},{4,5},{2,6},{3,7}}"  # some devices meet none of the other half
+    assert of_text(TWICE.replace("{{0,4},{1,5},{2,6},{3,7}}", others)) == []
+
+
 WINDOWS = """\
 HloModule jit_f, is_scheduled=true, num_partitions=8
 

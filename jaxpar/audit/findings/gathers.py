@@ -6,6 +6,7 @@ understand is taken to be needed as it is.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -16,9 +17,12 @@ from jaxpar.audit.findings.opaque import before_opaque_call
 from jaxpar.audit.findings.reshards import gathered_then_sliced
 from jaxpar.audit.findings.values import (
     REARRANGED,
+    Groups,
     Producers,
     operand_bytes,
+    operand_places,
     result_paths,
+    same_within,
 )
 from jaxpar.audit.reader import Computation, Instruction, Operand
 from jaxpar.audit.reading import Reading, Site
@@ -29,6 +33,7 @@ MIN_STACK_BYTES = 1 << 20
 """Gathered stacks below this do not matter for memory."""
 
 _MOVED = SAME_VALUE | {"transpose"}
+_FIRST_FEW = REARRANGED | {"slice"}
 _TAKES_FEW = frozenset({"gather", "dynamic-slice", "reduce-scatter"})
 _PICKS_TOP = ("TopK", "topk", "PartialReduce")
 _WINDOW = re.compile(r"\bsize=(\d{1,18}(?:x\d{1,18})*)")
@@ -237,27 +242,33 @@ def _widened_bytes(site: Site) -> int | None:
 
 def gathered_to_reduce(reading: Reading, found: list[Gather]) -> Iterator[Finding]:
     """An all-gather of which only maxima, sums or the like along the gathered dim are used."""
+    producers, groups = Producers(reading), Groups()
     for gather in found:
-        reductions = _reductions(reading, gather)
-        part = 1 - sum(nbytes(it.shape) for it in reductions) / gather.array.nbytes
-        if not reductions or part <= 0:
+        ends = _reductions(reading, gather)
+        if not ends or _is_local_top(producers, gather):
             continue
-        site = gather.site
+        if not all(_same_for_all(producers, groups, gather, end) for end in ends):
+            continue
+        reductions = {end.instruction: _bytes_instead(reading, end, gather) for end in ends}
+        part = 1 - sum(reductions.values()) / gather.array.nbytes
+        if part <= 0:
+            continue
+        site, first = gather.site, ends[0].instruction
         yield finding(
             reading,
             "gathered-to-reduce",
             f"{site.instruction.name} gathers {gather.array.nbytes:,} bytes {axes_text(site)}, and "
             "all that becomes of it is reduced along the dim that was gathered "
-            f"({reductions[0].name}): logits or activations gathered whole",
+            f"({first.name}): logits or activations gathered whole",
             "Reduce the shard first and communicate the result: lax.pmax(x.max(-1), axis) and "
             "lax.psum(jnp.exp(x - m).sum(-1), axis) for a softmax or its loss; the local "
             "lax.top_k, then the gather of k candidates, for a choice of tokens.",
-            [site.instruction, *dict.fromkeys(reductions)],
+            [site.instruction, *reductions],
             wire_bytes=step_bytes(site, part, operand_bytes(site, gather.number)),
         )
 
 
-def _reductions(reading: Reading, gather: Gather) -> list[Instruction]:
+def _reductions(reading: Reading, gather: Gather) -> list[Use]:
     """The reductions along the gathered dim that are all that a result is for.
 
     Besides them, few elements may be taken, or each device's own: the label's logit, a gradient.
@@ -271,8 +282,52 @@ def _reductions(reading: Reading, gather: Gather) -> list[Instruction]:
             continue
         if not _reduces(reading, end, dims[gather.dim]):
             return []
-        found.append(end.instruction)
+        found.append(end)
     return found
+
+
+def _same_for_all(producers: Producers, groups: Groups, gather: Gather, end: Use) -> bool:
+    """Whether the devices reduce the same: no all-reduce gives each of them another result."""
+    made = Operand(name=end.instruction.name)
+    at = Place(computation=end.computation, operand=made, calls=end.calls)
+    operands = operand_places(end.instruction, at)
+    return all(same_within(producers, groups, gather.site, place) for place in operands)
+
+
+def _bytes_instead(reading: Reading, end: Use, gather: Gather) -> int:
+    """What to communicate instead: the result of a reduction, or the k best of every shard."""
+    found = end.instruction
+    if not _picks_top(reading, end):
+        return nbytes(found.shape)
+    if found.opcode == "sort":
+        cuts = uses(reading, end.computation, found, calls=end.calls) or ()
+        best = sum(nbytes(cut.instruction.shape) for cut in cuts)
+    elif isinstance(found.shape, Array):
+        best = found.shape.nbytes
+    else:  # values and indices, of which only one may be wanted
+        results = enumerate(found.shape)
+        best = sum(nbytes(it) for index, it in results if _is_used(reading, end, index))
+    return best * gather.site.collective.group_size
+
+
+def _is_used(reading: Reading, end: Use, index: int) -> bool:
+    return uses(reading, end.computation, end.instruction, (index,), calls=end.calls) != ()
+
+
+def _is_local_top(producers: Producers, gather: Gather) -> bool:
+    """Whether what is gathered are the first few of each shard already."""
+    site = gather.site
+    operand = site.instruction.operands[gather.number]
+    end = producers.end(Place(computation=site.computation, operand=operand), through=_FIRST_FEW)
+    if end is None or end.instruction is None:
+        return False
+    if end.instruction.opcode != "sort":
+        return _is_top_call(end.instruction)
+    whole = next(leaves(end.instruction.shape), None)
+    if whole is None:
+        return False
+    shard = math.prod(gather.array.dims) // site.collective.group_size
+    return 2 * shard <= math.prod(whole.dims)
 
 
 def _reduces(reading: Reading, end: Use, gathered: int) -> bool:
@@ -308,17 +363,21 @@ def _windowed(found: Instruction, given: Array) -> set[int]:
 def _picks_top(reading: Reading, end: Use) -> bool:
     """Whether a use keeps only the first few of a sorted dim."""
     found = end.instruction
-    if found.opcode == "topk":
+    if _is_top_call(found):
         return True
-    if found.opcode == "custom-call":
-        target = found.attributes.get("custom_call_target", "")
-        return any(word in target for word in _PICKS_TOP)
     if found.opcode != "sort":
         return False
     ends = uses(reading, end.computation, found, calls=end.calls)
     return bool(ends) and all(
         it.instruction.opcode == "slice" and 2 * nbytes(it.instruction.shape) <= _bytes_read(it)
         for it in ends or ()
+    )
+
+
+def _is_top_call(found: Instruction) -> bool:
+    target = found.attributes.get("custom_call_target", "")
+    return found.opcode == "topk" or (
+        found.opcode == "custom-call" and any(word in target for word in _PICKS_TOP)
     )
 
 

@@ -13,6 +13,7 @@ from jaxpar.audit.dataflow import SAME_VALUE, Place
 from jaxpar.audit.groups import Ids
 from jaxpar.audit.reader import Computation, Instruction
 from jaxpar.audit.reading import Reading, Site
+from jaxpar.audit.shape import Array
 
 MAX_VALUES = 48
 """Values that are looked at to find out what another is made of."""
@@ -36,6 +37,8 @@ CONSTANTS = frozenset({"constant", "iota"})
 PURE = ELEMENTWISE | REARRANGED | {"broadcast", "slice", "reduce", "dot", "concatenate", "pad"}
 """Opcodes whose result is decided by their operands, whatever device runs them."""
 
+_DECIDED = PURE | {"reduce-window"}
+_SAME_FOR_ALL = frozenset({"all-gather", "all-reduce"})
 _DONE = ("-done", "-update")
 
 
@@ -134,6 +137,7 @@ class Groups:
         self._known: dict[tuple[bytes, ...], int] = {}
         self._labels: dict[int, dict[int, int]] = {}
         self._within: dict[tuple[int, int], bool] = {}
+        self._parallel: dict[tuple[int, int], bool] = {}
         self._kept: list[object] = []  # so that no id is used twice
 
     def number(self, site: Site) -> int:
@@ -158,6 +162,26 @@ class Groups:
             )
         return self._within[key]
 
+    def parallel(self, site: Site, other: Site) -> bool:
+        """Whether those who share a group of `site` meet the same groups of it in `other`.
+
+        So it is for two axes of a mesh: a gather along one keeps what is the same along the other.
+        """
+        key = (self.number(site), self.number(other))
+        if key not in self._parallel:
+            self._parallel[key] = _parallel(site.collective.groups, other.collective.groups)
+        return self._parallel[key]
+
+
+def _parallel(groups: Iterable[Ids], others: Iterable[Ids]) -> bool:
+    labels = _labels(groups)
+    met: dict[int, tuple[int, ...]] = {}
+    for other in others:
+        row = tuple(labels.get(device, -1 - device) for device in np.asarray(other).tolist())
+        if any(met.setdefault(label, row) != row for label in set(row)):
+            return False
+    return True
+
 
 def _labels(groups: Iterable[Ids]) -> dict[int, int]:
     return {
@@ -165,6 +189,34 @@ def _labels(groups: Iterable[Ids]) -> dict[int, int]:
         for number, group in enumerate(groups)
         for device in np.asarray(group).tolist()
     }
+
+
+def same_within(producers: Producers, groups: Groups, site: Site, place: Place) -> bool:
+    """Whether a value is known to be the same on all devices of each group of `site`.
+
+    Not known of arguments of the program, except for numbers and what the text calls replicated.
+    """
+
+    def decide(end: Place) -> bool | None:
+        made = producers.at(end)
+        if made is not None:
+            if made[0].collective.kind not in _SAME_FOR_ALL:
+                return False
+            if groups.within(site, made[0]):
+                return True
+            return None if groups.parallel(site, made[0]) else False  # as long as its operand is
+        found = end.instruction
+        if found is None or found.opcode == "parameter":
+            return found is not None and _is_on_all(found)
+        return True if found.opcode in CONSTANTS else (None if found.opcode in _DECIDED else False)
+
+    return producers.made_from(place, decide)
+
+
+def _is_on_all(argument: Instruction) -> bool:
+    if argument.attributes.get("sharding", "") == "{replicated}":
+        return True
+    return isinstance(argument.shape, Array) and not argument.shape.dims
 
 
 def standing(site: Site) -> tuple[Computation, Instruction]:
