@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from jaxpar.audit.evaluate import absorbed
 from jaxpar.audit.execution import MAX_COUNT, Undecided
+from jaxpar.audit.plan import Call, Compute, Loop, Plan, Stop, Unknown, Value
 from jaxpar.audit.reader import Instruction
-from jaxpar.audit.slicing import Call, Compute, Loop, Plan, Stop, Unknown, Value
 from jaxpar.audit.values import Machine, Undecidable, called
 
 MAX_COST = 100_000

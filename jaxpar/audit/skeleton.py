@@ -15,9 +15,10 @@ import numpy as np
 
 from jaxpar.audit.dataflow import Dataflow
 from jaxpar.audit.execution import Count, Execution, Undecided, callers_first, calls_of
+from jaxpar.audit.plan import Stop
 from jaxpar.audit.reader import Computation, Instruction, Module
 from jaxpar.audit.runner import Closed, Counts, Event, Runner
-from jaxpar.audit.slicing import Slice, Stop
+from jaxpar.audit.slicing import Slice
 from jaxpar.audit.values import Machine, Undecidable
 from jaxpar.errors import AuditError
 

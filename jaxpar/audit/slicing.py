@@ -9,16 +9,26 @@ cannot be followed or evaluated becomes `Unknown` and says why.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
-
-from numpy.typing import NDArray
+from typing import Any
 
 from jaxpar.audit.dataflow import Dataflow
 from jaxpar.audit.evaluate import operation
 from jaxpar.audit.exchange import EXCHANGES
 from jaxpar.audit.execution import trip_count
 from jaxpar.audit.moving import plain_layout
+from jaxpar.audit.plan import (
+    Call,
+    Carried,
+    Compute,
+    Key,
+    Loop,
+    Passed,
+    Path,
+    Plan,
+    Step,
+    Stop,
+    Unknown,
+)
 from jaxpar.audit.reader import Computation, Instruction, Module, Operand
 from jaxpar.audit.shape import Array, Shape, integer
 from jaxpar.audit.values import Machine, Operation, Undecidable, called
@@ -32,104 +42,7 @@ MAX_WORK = 1_000_000
 
 MAX_PATH = 64
 
-Path: TypeAlias = tuple[int, ...]
-Key: TypeAlias = tuple[str, Path]  # an array: a name in a computation, and where in its tuple
-Passed: TypeAlias = list[tuple[int, int]]  # slots here and there
-
 _SAME = frozenset({"copy", "opt-barrier", "add-dependency", "domain"})
-
-
-class Stop(Exception):
-    """The evaluation as a whole cannot go on; the text says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unknown:
-    """In place of a value: what it depends on, as the end of a sentence."""
-
-    reason: str
-
-
-Value: TypeAlias = "NDArray[Any] | Unknown"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compute:
-    """One instruction on arrays."""
-
-    found: Instruction
-    function: Operation
-    inputs: tuple[int, ...]
-    output: int
-
-
-@dataclass(kw_only=True)
-class Call:
-    """One instruction that runs computations; which slots go in, and come back.
-
-    `passes[i]` are the slots given to the i-th of `found.called`, `returns[i]` those taken from it.
-    `index` is the slot that chooses among branches.
-    """
-
-    found: Instruction
-    passes: list[Passed] = field(default_factory=list)
-    returns: list[Passed] = field(default_factory=list)
-    index: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Carried:
-    """An array in the state of a loop: its slots outside, in the condition and in the body."""
-
-    first: int
-    output: int | None
-    test: int | None
-    body: int | None
-    root: int
-
-
-@dataclass(kw_only=True)
-class Loop:
-    """A loop with what of its state matters; `more` is the slot of the condition's answer.
-
-    `trips` is their number where the text tells, and then the condition is not executed.
-    """
-
-    found: Instruction
-    condition: str
-    body: str
-    trips: int | None
-    state: list[Carried] = field(default_factory=list)
-    more: int | None = None
-
-
-Step: TypeAlias = "Compute | Call | Loop"
-
-
-@dataclass(kw_only=True)
-class Plan:
-    """What to do for one run of a computation: copy `template`, fill in arguments, do `steps`.
-
-    `slots` are those of all arrays, `results` those that a call fills, by its name.
-    """
-
-    template: list[Value] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    slots: dict[Key, int] = field(default_factory=dict)
-    arguments: dict[tuple[int, Path], int] = field(default_factory=dict)
-    results: dict[str, list[tuple[Path, int]]] = field(default_factory=dict)
-
-    def slot(self, key: Key) -> int:
-        """The slot of an array; a new one that says so where nothing makes it."""
-        found = self.slots.get(key)
-        return (
-            self.nothing(f"{key[0]}, which is read before it is made") if found is None else found
-        )
-
-    def nothing(self, reason: str) -> int:
-        """A new slot without a value."""
-        self.template.append(Unknown(reason=reason))
-        return len(self.template) - 1
 
 
 class Slice:

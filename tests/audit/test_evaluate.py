@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpar.audit.slicing import Unknown
+from jaxpar.audit.plan import Unknown
 from jaxpar.compat import compiled_text
 from tests.audit.skeletons import returned
 
