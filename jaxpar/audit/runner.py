@@ -20,7 +20,7 @@ from jaxpar.audit.plan import Call, Compute, Loop, Plan, Stop, Unknown, Value
 from jaxpar.audit.reader import Instruction
 from jaxpar.audit.values import Machine, Undecidable, called
 
-MAX_COST = 100_000
+MAX_COST = 70_000
 """Instructions that are evaluated, large arrays counting as several: less than a second."""
 
 MAX_EVENTS = 10_000
