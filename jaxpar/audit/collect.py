@@ -24,6 +24,7 @@ from jaxpar.audit.groups import (
     parse_groups,
     parse_pairs,
     to_device_ids,
+    wrong_members,
 )
 from jaxpar.audit.reader import Computation, Instruction, Module, Operand
 from jaxpar.audit.reading import Site
@@ -52,11 +53,15 @@ MAX_MEMBERS = 1 << 25
 MAX_READ = 1 << 11
 """Computations in memory beyond which those that were only looked into are forgotten."""
 
+MAX_OPERANDS = 1 << 15
+"""Buffers that one operation passes."""
+
 _RELATED = ("all-", "collective-", "ragged-", "reduce-scatter")
 _ENDS = ("-done", "-update")  # the operation was counted where it started
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _LOCAL = frozenset({"after-all"})
 _NEWER = "Update jaxpar, or report the text: this form of communication is not understood yet."
+_AGAIN = "print it again with compiled.as_text()."
 _DAMAGED = "Print the text again with compiled.as_text(), and pass all of it."
 
 
@@ -222,7 +227,10 @@ class Collector:
         """Axes and devices; worked out once for all operations that print the same groups."""
         attributes = found.attributes
         paired = kind == "collective-permute"
-        text = attributes.get("source_target_pairs" if paired else "replica_groups", "")
+        attribute = "source_target_pairs" if paired else "replica_groups"
+        if attribute not in attributes:
+            raise AuditError(f"{found.name} has no {attribute}. The text is damaged; {_AGAIN}")
+        text = attributes[attribute]
         channel = "channel_id" in attributes
         global_ids = attributes.get("use_global_device_ids") == "true"
         key = (kind, text, str(channel), str(global_ids))
@@ -239,6 +247,9 @@ class Collector:
                 replicas=replicas,
                 partitions=partitions,
             )
+            if wrong := wrong_members(groups, paired, self.devices):
+                message = f"the devices of {found.name} (line {found.line}): {wrong}"
+                self._error("damaged-groups", message, found, _DAMAGED)
             groups = over_slices(groups, self._slices, self.devices or 0)
             self._expanded += sum(map(len, groups))
             if self._expanded > MAX_MEMBERS:
@@ -264,6 +275,11 @@ class Collector:
         """Payload from the result, checked against the operands: both say it, or neither counts."""
         result = nbytes(results)
         payload = result * where.group_size if kind == "reduce-scatter" else result
+        if len(found.operands) > MAX_OPERANDS:
+            raise AuditError(
+                f"{found.name} has {len(found.operands)} operands, more than {MAX_OPERANDS}. "
+                "No program merges so many; the text is damaged."
+            )
         given = [self._shape(computation, operand) for operand in found.operands]
         if None in given or not given:
             message = f"{found.name} (line {found.line}) reads a value that is not in the text"

@@ -59,6 +59,8 @@ def _before(flow: Dataflow, computation: Computation, operand: Operand, wire: st
     end = flow.origin(Place(computation=computation, operand=operand), through=_MOVES)
     if end is None or end.instruction is None or end.instruction.opcode != "convert":
         return None
+    if not end.instruction.operands:
+        return None
     given = end.computation.instructions.get(end.instruction.operands[0].name)
     return _narrower(given, wire)
 

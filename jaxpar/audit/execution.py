@@ -124,8 +124,18 @@ def trip_count(loop: Instruction, computation: Computation, flow: Dataflow) -> i
     Deduced when the condition compares a counter with a constant, and the counter starts at a
     constant and changes by a constant. None when that is not so.
     """
-    if known := _KNOWN.search(loop.attributes.get("backend_config", "")):
-        return int(known[1])
+    printed = printed_trips(loop)
+    return deduced_trips(loop, computation, flow) if printed is None else printed
+
+
+def printed_trips(loop: Instruction) -> int | None:
+    """Trips of a `while` as XLA prints them, if it does."""
+    known = _KNOWN.search(loop.attributes.get("backend_config", ""))
+    return int(known[1]) if known else None
+
+
+def deduced_trips(loop: Instruction, computation: Computation, flow: Dataflow) -> int | None:
+    """Trips of a `while` by its condition, whatever is printed."""
     called = dict(loop.called)
     condition = flow.module.computations.get(called.get("condition", ""))
     body = flow.module.computations.get(called.get("body", ""))

@@ -64,7 +64,7 @@ def parse_groups(text: str, devices: int | None) -> list[Ids] | Ids:
     if text.startswith("["):
         ids = _iota(text)
         return ids if ids.ndim == 2 else ids.reshape(1, -1)
-    if text.replace(" ", "") in ("{}", "{{}}", ""):
+    if text.replace(" ", "") in ("{}", "{{}}"):
         if devices is None:
             raise AuditError(
                 "replica_groups={} means all devices, and the text does not say how many there "
@@ -86,7 +86,7 @@ def parse_groups(text: str, devices: int | None) -> list[Ids] | Ids:
 def parse_pairs(text: str) -> Ids:
     """`{{0,1},{1,0}}` as an array [pairs, 2] of (source, target). AuditError if it is none."""
     text = text.strip()
-    if text.replace(" ", "") in ("", "{}"):
+    if text.replace(" ", "") == "{}":
         return np.zeros((0, 2), dtype=np.int64)
     pairs = parse_groups(text, None)
     if not isinstance(pairs, np.ndarray) or pairs.shape[1] != 2:
@@ -125,6 +125,26 @@ def to_device_ids(
     _bounded(sum(map(len, groups)) * partitions, "replica_groups")
     together = [(group[:, None] * partitions + everyone).reshape(-1) for group in groups]
     return np.array(together) if isinstance(groups, np.ndarray) else together
+
+
+def wrong_members(groups: list[Ids] | Ids, paired: bool, devices: int | None) -> str:
+    """What XLA would not accept about who takes part, in words; "" when nothing.
+
+    A group operation names every device once; a permute sends from and to a device once at most.
+    """
+    if paired:
+        pairs = np.asarray(groups, dtype=np.int64).reshape(-1, 2)
+        columns = [pairs[:, 0], pairs[:, 1]]
+    else:
+        columns = [np.concatenate([np.asarray(group).reshape(-1) for group in groups])]
+    for ids in filter(len, columns):
+        if len(np.unique(ids)) != len(ids):
+            return "one is named twice"
+        if devices is not None and int(ids.max()) >= devices:
+            return f"device {int(ids.max())} is named, and there are {devices}"
+        if devices is not None and not paired and len(ids) != devices:
+            return f"{len(ids)} are named, and there are {devices}"
+    return ""
 
 
 def axes_of_groups(groups: list[Ids] | Ids, mesh: Mapping[str, int] | None, label: str) -> Axes:

@@ -230,4 +230,4 @@ def _operand(word: str) -> Operand:
     if "#" not in name:
         return Operand(name=name)
     name, *path = name.split("#")
-    return Operand(name=name, path=tuple(integer(step, f"operand {word}") for step in path))
+    return Operand(name=name, path=tuple(integer(step, f"operand {word[:40]}") for step in path))

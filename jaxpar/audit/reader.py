@@ -35,7 +35,7 @@ _FRAME = re.compile(r"\bstack_frame_id=(\d{1,9})[ }]")
 _TABLE_ROW = re.compile(rf"(\d{{1,9}})\s+(?:{_QUOTED}|\{{(.*)\}})", re.DOTALL)
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _USED = re.compile(r"%([^\s,(){}=\"#]+)")
-_DEFINED = re.compile(r"%(\S+)\s+= ")
+_DEFINED = re.compile(r"%([^\s%]++)\s++= ")
 _UNPARTITIONED = re.compile(
     r'custom_call_target="(?:xla\.sdy\.|Sharding"|SPMDFullToShardShape"|SPMDShardToFullShape")'
     r"|xla\.sdy\.(?:sharding|meshes|manual_axes)="
@@ -382,7 +382,7 @@ class _Reader:
                 f"A second HloModule starts on line {number}. One audit is about one module; "
                 "cut the text into one file per module."
             )
-        name, *attributes = split_top(line.removeprefix("HloModule"))
+        name, *attributes = split_top(line.removeprefix("HloModule")) or [""]
         self.name = name.strip()
         pairs = (part.strip().partition("=") for part in attributes)
         self.header = {key: value for key, _, value in pairs}

@@ -15,6 +15,12 @@ from jaxpar.errors import AuditError
 MAX_NESTING = 64
 """Deepest tuple type that is read; XLA itself prints three levels."""
 
+MAX_DIMS = 64
+"""Most dimensions of an array; NumPy and XLA stop well before."""
+
+MAX_ELEMENTS = 1 << 60
+"""Elements of an array that no memory holds; what is larger no float need count."""
+
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     {
         **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},
@@ -115,6 +121,8 @@ def _parsed(text: str) -> Shape:
                 for size in element[2].split(",")
                 if size.strip()
             )
+            if len(dims) > MAX_DIMS or math.prod(map(abs, dims)) > MAX_ELEMENTS:
+                raise _unreadable(text, "no memory holds such an array")
             stack[-1].append(Array(dtype=element[1], dims=dims))
             at = element.end()
         else:

@@ -16,6 +16,7 @@ from jaxpar.audit.execution import execution
 from jaxpar.audit.files import checked_text, file_text
 from jaxpar.audit.findings import findings
 from jaxpar.audit.groups import MAX_DEVICES
+from jaxpar.audit.integrity import contradictions
 from jaxpar.audit.memory import memory as memory_of
 from jaxpar.audit.overlap import exposed_by_axes, overlaps
 from jaxpar.audit.reader import MAX_PROBLEMS, Module, no_collection, read_hlo
@@ -179,6 +180,7 @@ def read(
     collector = Collector(module, flow, runs, mesh=mesh, devices=devices, platform=platform)
     collector.run()
     missing = [
+        *contradictions(module, flow),
         *(f"computation {name!r} is called and not there" for name in runs.missing),
         *(f"no line defines {value}" for value in module.undefined()),
     ]

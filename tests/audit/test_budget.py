@@ -154,7 +154,9 @@ def test_the_offenders_come_largest_first_and_unknown_ones_before_all():
 
 def test_an_axis_that_the_program_does_not_have_is_told():
     budget = Budget(limit=[Limit(axis="tensr", max_count=1)])
-    with pytest.raises(BudgetError, match=r"no axis 'tensr' in this program.* Did you mean 'tensor'\?$"):
+    with pytest.raises(
+        BudgetError, match=r"no axis 'tensr' in this program.* Did you mean 'tensor'\?$"
+    ):
         check(budget, audit_of(collective()))
     with pytest.raises(BudgetError, match=r"Known: size4stride1\. Name the axes with --mesh"):
         check(budget, audit_of(collective(axis="size4stride1"), mesh=None))

@@ -267,15 +267,17 @@ def test_a_tpu_chain_is_one_operation_and_needs_its_start():
             f'frontend_attributes={{chain_id="1"}}\n{extra}}}\n\n'
         )
 
+    kept = "  ROOT %k = f32[32] copy(%g)\n"
     start = piece(
         "start", '  ROOT %c = f32[32] custom-call(%g), custom_call_target="AsyncCollectiveStart"\n'
     )
-    rest = piece("middle", "") + piece("end", "")
+    rest = piece("middle", kept) + piece("end", kept)
     lines = [
         f"%{name} = f32[32] fusion(%p), kind=kCustom, calls=%{name}, "
         'backend_config={"flag_configs":[]}'
         for name in ("start", "middle", "end")
     ]
+    lines[-1] = f"ROOT {lines[-1]}"
     (found,) = read(*lines, before=start + rest)
     assert (found.kind, found.payload_bytes, found.is_async) == ("all-gather", 128, True)
     assert incomplete(*lines[1:], before=rest) == ["unhandled-communication"]

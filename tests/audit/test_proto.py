@@ -107,7 +107,7 @@ def refused(tmp_path, data):
 @pytest.mark.parametrize("name", ["scheduled", "trained", "exchanged"])
 def test_a_proto_gives_the_same_audit_as_the_text(compiled, tmp_path, name):
     module = serialized(compiled[name])
-    from_text = audit(compiled[name].as_text(), mesh={"data": 2, "tensor": 4})
+    from_text = audit(compiled_text(compiled[name]), mesh={"data": 2, "tensor": 4})
     assert from_text.collectives
     hlo_proto = field(1, module) + field(3, b"\x0a\x00")  # with a buffer assignment
     snapshot = field(1, hlo_proto) + field(2, b"") + field(4, b"Host")
