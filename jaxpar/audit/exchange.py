@@ -43,7 +43,7 @@ def exchange(
     )
     members = np.concatenate(list(groups)) if len(groups) else np.zeros(0, np.int64)
     if permutes:
-        if members.size and members.max() >= num_devices:
+        if members.size and np.max(members) >= num_devices:
             raise AuditError(f"{found.name} names a device beyond {num_devices}.")
         return lambda value: _permuted(_on_all(value, num_devices), np.asarray(groups))
     if not np.array_equal(np.sort(members), np.arange(num_devices)):

@@ -140,8 +140,8 @@ def wrong_members(groups: list[Ids] | Ids, paired: bool, devices: int | None) ->
     for ids in filter(len, columns):
         if len(np.unique(ids)) != len(ids):
             return "one is named twice"
-        if devices is not None and int(ids.max()) >= devices:
-            return f"device {int(ids.max())} is named, and there are {devices}"
+        if devices is not None and int(np.max(ids)) >= devices:
+            return f"device {int(np.max(ids))} is named, and there are {devices}"
         if devices is not None and not paired and len(ids) != devices:
             return f"{len(ids)} are named, and there are {devices}"
     return ""

@@ -86,9 +86,9 @@ def _counts(found: Collective, num_devices: int) -> NDArray[np.int64]:
 
 
 def _inside(devices: NDArray[np.int64], num_devices: int, found: Collective) -> None:
-    if devices.size and not (devices.min() >= 0 and devices.max() < num_devices):
+    if devices.size and not (np.min(devices) >= 0 and np.max(devices) < num_devices):
         raise AuditError(
-            f"{found.name} (line {found.line}) names device {int(devices.max())}, and the matrix "
+            f"{found.name} (line {found.line}) names device {int(np.max(devices))}, and the matrix "
             f"has {num_devices}. Give the number of devices that the program was compiled for."
         )
 

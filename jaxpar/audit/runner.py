@@ -96,7 +96,7 @@ class Runner:
         self.everywhere(entry)
         for name, calls in self._closed.items():
             for callee, times in calls:
-                if int(self.high[name].max()) * times > MAX_COUNT:
+                if int(np.max(self.high[name])) * times > MAX_COUNT:
                     raise Stop(f"{callee} would run more than {MAX_COUNT} times")
                 self.low[callee] += self.low[name] * times
                 self.high[callee] += self.high[name] * times

@@ -109,8 +109,8 @@ def _outcome(runner: Runner) -> Skeleton:
     exact: dict[str, Counts] = {}
     bounds: dict[str, Count] = {}
     for name, low in runner.low.items():
-        high = None if name in runner.unbounded else int(runner.high[name].max())
-        bounds[name] = Count(low=int(low.min()), high=high)
+        high = None if name in runner.unbounded else int(np.max(runner.high[name]))
+        bounds[name] = Count(low=int(np.min(low)), high=high)
         if high is not None and np.array_equal(low, runner.high[name]):
             exact[name] = low
     return Skeleton(

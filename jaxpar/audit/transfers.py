@@ -298,10 +298,10 @@ def _between_slices(
     if numbers is None or not numbers.size:
         return None
     which, device = numbers // _SLICE - 1, numbers % _SLICE
-    known = devices or int(device.max()) + 1
-    if which.min() < 0 or device.max() >= known:
+    known = devices or int(np.max(device)) + 1
+    if np.min(which) < 0 or np.max(device) >= known:
         return None
-    most = int(which.max()) + 1
+    most = int(np.max(which)) + 1
     ids = which * known + device
     if mesh is not None and slices == 1:
         where = _unnamed(ids, f"{most} of them, and the mesh is that of one")

@@ -417,9 +417,7 @@ def top_k(mesh, both=False, local=None):
 
     spec = P(("data", "tensor"))
     out = (spec, spec) if both else spec
-    function = jax.shard_map(
-        step, mesh=mesh, in_specs=P("data", "tensor"), out_specs=out, check_vma=False
-    )
+    function = jax.shard_map(step, mesh=mesh, in_specs=P("data", "tensor"), out_specs=out)
     return function, placed(mesh, (1024, 1024), "data", "tensor")
 
 
@@ -474,9 +472,7 @@ def masked_sum(mesh, weights, *sharded):
         return jnp.sum(whole * weights(given).astype(x.dtype), 0)
 
     spec = P(("data", "tensor"))
-    function = jax.shard_map(
-        step, mesh=mesh, in_specs=(P("tensor"), P(*sharded)), out_specs=spec, check_vma=False
-    )
+    function = jax.shard_map(step, mesh=mesh, in_specs=(P("tensor"), P(*sharded)), out_specs=spec)
     given = placed(mesh, (2048, 1) if sharded else (), *sharded)
     return function, placed(mesh, (1024, 64), "tensor"), given
 

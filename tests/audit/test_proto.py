@@ -29,7 +29,7 @@ def scheduled(x):
     def body(c, i):
         kind = jnp.asarray(TABLE)[i, lax.axis_index("tensor")]
         c = lax.cond(kind > 2, lambda a: lax.psum(a, "data"), lambda a: lax.psum(a * 2, "data"), c)
-        return lax.ppermute(c, "tensor", RING), None
+        return lax.pcast(lax.ppermute(c, "tensor", RING), "data", to="varying"), None
 
     return lax.scan(body, x, jnp.arange(12))[0]
 
@@ -53,7 +53,7 @@ def compiled():
     into = P("data", "tensor")
     programs = {}
     for function in (scheduled, trained, exchanged):
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=into, check_vma=False)
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=into)
         x = jax.ShapeDtypeStruct((8, 32), jnp.float32)
         programs[function.__name__] = jax.jit(mapped).lower(x).compile()
     return programs

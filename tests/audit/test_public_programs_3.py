@@ -67,10 +67,10 @@ def optimizer_state_scattered(w, x, m):
         gradient = jax.grad(loss)(lax.pcast(w, "x", to="varying"), x)
         m = 0.9 * m + lax.psum_scatter(gradient, "x", tiled=True)
         mine = lax.dynamic_slice_in_dim(w, 2 * lax.axis_index("x"), 2) - 0.1 * m
-        return lax.all_gather(mine, "x", tiled=True), m
+        return lax.all_gather(mine, "x", tiled=True, to="invarying"), m
 
     specs = (P(), P("x"))
-    return per_device(local, (P(), P("x"), P("x")), specs, check_vma=False)(w, x, m)
+    return per_device(local, (P(), P("x"), P("x")), specs)(w, x, m)
 
 
 @program(

@@ -37,7 +37,7 @@ from tests.audit.programs import (
 def sum_of_a_sum(x):
     """The second adds eight equal numbers: 8 times the sum, and nothing in XLA simplifies it."""
     local = lambda x: lax.psum(lax.psum(x, "x"), "x")  # noqa: E731
-    return per_device(local, P("x"), P(), check_vma=False)(x)
+    return per_device(local, P("x"), P())(x)
 
 
 @program(
@@ -111,9 +111,10 @@ def gathered_then_cast(w, x):
     """bfloat16 is all that is used, and float32 travels: twice the bytes, on every backend."""
 
     def local(w, x):
-        return x.astype(jnp.bfloat16).T @ lax.all_gather(w, "x", tiled=True).astype(jnp.bfloat16)
+        whole = lax.all_gather(w, "x", tiled=True, to="invarying")
+        return x.astype(jnp.bfloat16).T @ whole.astype(jnp.bfloat16)
 
-    return per_device(local, (P("x"), P()), P(), check_vma=False)(w, x)
+    return per_device(local, (P("x"), P()), P())(w, x)
 
 
 @program(
@@ -129,15 +130,17 @@ def cast_then_gathered(w, x):
     """The right order; only a CPU, which gathers bfloat16 as float32, sends no less for it."""
 
     def local(w, x):
-        return x.astype(jnp.bfloat16).T @ lax.all_gather(w.astype(jnp.bfloat16), "x", tiled=True)
+        whole = lax.all_gather(w.astype(jnp.bfloat16), "x", tiled=True, to="invarying")
+        return x.astype(jnp.bfloat16).T @ whole
 
-    return per_device(local, (P("x"), P()), P(), check_vma=False)(w, x)
+    return per_device(local, (P("x"), P()), P())(w, x)
 
 
 def grouped(collective, groups):
     def local(x):
         return collective(x, "x", axis_index_groups=groups)
 
+    # JAX has no types for groups within an axis; nothing is differentiated here.
     return per_device(local, P("x"), P("x"), check_vma=False)
 
 
