@@ -80,10 +80,10 @@ def test_irregular_groups_stay_apart():
     ],
 )
 def test_damaged_groups(text):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(AuditError, match=r"(?i)damaged|compiled\.as_text"):
         parse_groups(text, 8)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_everybody_needs_a_number_of_devices():
@@ -232,9 +232,9 @@ def test_4096_devices_are_cheap():
         "{" + ",".join("{" + ",".join(map(str, range(i, 4096, 16))) + "}" for i in range(16)) + "}"
     )
     ring = np.stack([np.arange(4096), (np.arange(4096) + 16) % 4096], axis=1)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(10):
         assert axes_of_groups(parse_groups(text, None), mesh, text).axes == ("data",)
         assert axes_of_pairs(ring, mesh, 4096).note == "ring by +1"
         assert axes_of_pairs(ring, None, 4096).axes == ("size256stride16",)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2

@@ -357,9 +357,9 @@ def test_time_grows_with_the_text_also_where_everything_overlaps_everything():
     works = "".join(work(f"w{i}", 1) for i in range(2000))
     dones = "".join(done(f"d{i}", f"s{i}") for i in range(2000))
     reading, _ = read(module(starts + works + dones), None)
-    began = time.perf_counter()
+    began = time.process_time()
     found = overlaps(reading, CHIP)
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
     assert [it.num_overlapped for it in found] == [2000] * 2000
     assert len(found[0].overlapped) == 8 and not found[-1].overlapped  # counted, no more named
 

@@ -215,14 +215,14 @@ def test_not_one_module(text, message):
     ids=range(10),
 )
 def test_long_lines_take_linear_time(line):
-    start = time.perf_counter()
+    start = time.process_time()
     module = read("HloModule x\n\nFileNames\n" + line.strip() + "\nENTRY %e {\n" + line + "\n}\n")
     for found in module.entry.instructions.values():
         assert len(found.attributes) >= 0
         assert isinstance(found.op_name, str)
         assert module.source_of(found) is None
         assert len(found.operands) >= 0
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_time_grows_linearly():
@@ -233,9 +233,9 @@ def test_time_grows_linearly():
         body = text[text.index("%add") : text.index("\n\n", text.index("%add"))]
         many = "\n\n".join(body.replace("%add", f"%add{i}") for i in range(computations))
         lines = f"HloModule x\n\n{many}\n".split("\n")
-        start = time.perf_counter()
+        start = time.process_time()
         read_hlo(lines)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     small = min(seconds(1000) for _ in range(3))
     assert min(seconds(10_000) for _ in range(3)) < 30 * small
