@@ -7,7 +7,6 @@ makes the audit incomplete: no number is ever smaller in silence.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -58,7 +57,6 @@ MAX_OPERANDS = 1 << 15
 
 _RELATED = ("all-", "collective-", "ragged-", "reduce-scatter")
 _ENDS = ("-done", "-update")  # the operation was counted where it started
-_CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _LOCAL = frozenset({"after-all"})
 _NEWER = "Update jaxpar, or report the text: this form of communication is not understood yet."
 _AGAIN = "print it again with compiled.as_text()."
@@ -141,7 +139,7 @@ class Collector:
             kind = "reduce-scatter"
             payload = sum(nbytes(given.shape) for given in computation.parameters.values())
         elif fused and self.platform == "tpu":
-            chain = _chain(found)
+            chain = found.chain
             if not chain:
                 self._unhandled(f"{found.opcode} inside fusion {computation.name}", found)
                 return
@@ -369,13 +367,7 @@ class Collector:
 
     def _undecided(self) -> None:
         """Findings for loops and branches that communicate nobody knows how often."""
-        above = set(self._homes)
-        todo = list(above)
-        while todo:
-            for computation, _ in self.flow.callers.get(todo.pop(), []):
-                if computation.name not in above:
-                    above.add(computation.name)
-                    todo.append(computation.name)
+        above = self.flow.above(self._homes)
         reasons = {id(one.instruction): one.reason for one in self.runs.undecided}
         for loop in self.runs.unknown_loops:
             if above.intersection(name for _, name in loop.called):
@@ -424,9 +416,3 @@ def _results(found: Instruction, kind: str) -> Shape:
     if kind == "all-reduce" and plain and len(found.operands) == len(shape):
         return shape  # older XLA prints only the results of an all-reduce-start
     return shape[1]
-
-
-def _chain(found: Instruction) -> str:
-    """The chain_id that ties the pieces of an asynchronous TPU collective together, or ""."""
-    match = _CHAIN.search(found.attributes.get("frontend_attributes", ""))
-    return match[1] if match else ""

@@ -6,7 +6,7 @@ gets too long, or that meets a computation called from several places, ends in "
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from jaxpar.audit.reader import Computation, Instruction, Module, Operand
@@ -57,6 +57,17 @@ class Dataflow:
     def users(self, computation: Computation, name: str) -> list[Instruction]:
         """Instructions of `computation` that read the value `name`."""
         return computation.users.get(name, [])
+
+    def above(self, names: Iterable[str]) -> set[str]:
+        """These computations, and whatever runs one of them."""
+        above = set(names)
+        todo = list(above)
+        while todo:
+            for computation, _ in self.callers.get(todo.pop(), []):
+                if computation.name not in above:
+                    above.add(computation.name)
+                    todo.append(computation.name)
+        return above
 
     def origin(
         self, place: Place, *, through: Collection[str] = SAME_VALUE, stop: str = ""

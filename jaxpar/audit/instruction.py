@@ -45,6 +45,7 @@ _VALUE = (  # of an attribute, with braces in braces in braces; whatever is deep
 )
 _ATTRIBUTE = re.compile(rf", (\w++)=((?:{_VALUE})++)", re.DOTALL)
 _NESTED = re.compile(r"[\[({\"]")
+_CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _OP_NAME = re.compile(rf"\bop_name={_QUOTED}", re.DOTALL)
 
 
@@ -146,6 +147,14 @@ class Instruction:
             if key in attributes
             for name in _NAME.findall(attributes[key])
         )
+
+    @property
+    def chain(self) -> str:
+        """The chain_id that ties the pieces of an asynchronous TPU collective together, or ""."""
+        if "chain_id" not in self.attributes_text:
+            return ""
+        found = _CHAIN.search(self.attributes.get("frontend_attributes", ""))
+        return found[1] if found else ""
 
     @property
     def op_name(self) -> str:

@@ -87,7 +87,7 @@ def decide(
     Returns at once when loops and branches that `runs` could not decide do not lead to any of
     them. What cannot be decided, also because the text is damaged, is in `undecided`.
     """
-    above = _above(flow, homes) & runs.counts.keys()
+    above = flow.above(homes) & runs.counts.keys()
     if module.entry is None or not _asks(flow, runs, above):
         return Skeleton()
     order = [found for found in callers_first(module, [module.entry.name]) if found.name in above]
@@ -126,18 +126,6 @@ def _branches(flow: Dataflow) -> bool:
     return any(
         found.opcode == "conditional" for sites in flow.callers.values() for _, found in sites
     )
-
-
-def _above(flow: Dataflow, homes: Collection[str]) -> set[str]:
-    """The homes, and whatever runs one of them."""
-    above = set(homes)
-    todo = list(above)
-    while todo:
-        for computation, _ in flow.callers.get(todo.pop(), []):
-            if computation.name not in above:
-                above.add(computation.name)
-                todo.append(computation.name)
-    return above
 
 
 def _asks(flow: Dataflow, runs: Execution, above: set[str]) -> bool:

@@ -7,7 +7,6 @@ over values are bounded; what they do not find is said in words, never guessed.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +25,6 @@ SAME, NEXT, INSIDE, AFTER = range(4)
 """Where the done is: with the start; in the next trip of their loop; in a loop after the start; or
 only after the loop that starts it."""
 
-_CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _SAME_VALUE = ("opt-barrier", "copy", "bitcast")
 _UNFINISHED = "no instruction that waits for it was found"
 _LEFT = "what waits for it stands outside the loop that starts it"
@@ -116,8 +114,8 @@ class Waits:
         for _, name in fusion.called:
             inner = self._reading.module.computations.get(name)
             for part in inner.instructions.values() if inner is not None else ():
-                if chain := _CHAIN.search(part.attributes_text):
-                    yield chain[1]
+                if chain := part.chain:
+                    yield chain
 
     def _waits(self, home: Computation, start: Instruction) -> Iterator[Wait]:
         """Every -done that a start can be followed to, with where it is."""
