@@ -34,6 +34,10 @@ class PlanError(JaxparError):
     """A plan that this mesh or this model cannot carry out."""
 
 
+class ScheduleError(JaxparError):
+    """A table of pipeline actions that cannot be read, or that no pipeline can carry out."""
+
+
 class AuditError(JaxparError):
     """Something that cannot be read as a compiled program; `line` is where, if that is known."""
 
