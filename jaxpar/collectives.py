@@ -98,3 +98,23 @@ def reduce_scatter(x: Array, axis: str, *, dim: int, scope: str) -> Array:
         return x
     with jax.named_scope(scope):
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def all_to_all(x: Array, axis: str, *, split_dim: int, concat_dim: int, scope: str) -> Array:
+    """Give each device its part of `split_dim`, and lay what arrives along `concat_dim`.
+
+    [.., n, .., m/N, ..] -> [.., n/N, .., m, ..]; the transpose is the same with dims exchanged.
+    """
+    if not real_axes(axis):
+        return x
+    with jax.named_scope(scope):
+        return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
+
+
+def ring_shift(x: Array, axis: str, *, by: int = 1, scope: str) -> Array:
+    """Send `x` to the device `by` places further along `axis`, from the last ones to the first."""
+    if not real_axes(axis):
+        return x
+    n = lax.axis_size(axis)
+    with jax.named_scope(scope):
+        return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
