@@ -41,6 +41,7 @@ ROLES: Mapping[str, str] = MappingProxyType(
         "fsdp": "the batch is split, and so are optimizer states, gradients or parameters",
         "expert": "experts are spread over it; outside MoE layers it splits the batch",
         "context": "the sequence is split, attention included",
+        "ulysses": "the sequence is split, and attention by heads, inside each rank of context",
         "tensor": "every matrix is split; activations are reduced inside each layer",
     }
 )
