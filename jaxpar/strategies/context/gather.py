@@ -1,0 +1,86 @@
+"""All-gather of keys and values: every device attends to the whole sequence at once.
+
+One exchange instead of n-1 hops, so nothing hides it; in return the attention is a single call,
+which any mask fits. The backward gathers again instead of keeping n blocks, and reduce-scatters
+the gradients of keys and values: the bytes of a ring, in bursts.
+
+Source: Llama Team 2024, "The Llama 3 herd of models", §3.3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar.collectives import all_gather, reduce_scatter
+from jaxpar.strategies.context.blocks import attend, attend_backward, row_delta
+from jaxpar.strategies.context.layout import SequenceLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """Over which axis, in which layout, gradients summed in which dtype."""
+
+    axis: str
+    layout: SequenceLayout
+    reduce_dtype: Any
+
+    def whole(self, x_BSKH: Array) -> Array:
+        return all_gather(x_BSKH, self.axis, dim=1, scope="gather_kv")
+
+    def visible(self, part_len: int, segments_BS: Array | None) -> Array:
+        """bool [B or 1, S/n, S]: key positions up to the query's, within its document."""
+        key_T = jnp.asarray(self.layout.order(part_len * self.layout.num_ranks))
+        start = lax.axis_index(self.axis) * part_len
+        query_S = lax.dynamic_slice_in_dim(key_T, start, part_len)
+        visible = (query_S[:, None] >= key_T[None, :])[None]
+        if segments_BS is None:
+            return visible
+        mine_BS = lax.dynamic_slice_in_dim(segments_BS, start, part_len, axis=1)
+        return visible & (mine_BS[:, :, None] == segments_BS[:, None, :])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gathered_attention(
+    gather: Gather, q_BSNH: Array, k_BSKH: Array, v_BSKH: Array, segments_BS: Array | None
+) -> Array:
+    """Causal attention of this device's queries over all devices' keys: [B, S/n, N, H].
+
+    Arguments as for `ring_attention`.
+    """
+    return _forward(gather, q_BSNH, k_BSKH, v_BSKH, segments_BS)[0]
+
+
+def _forward(
+    gather: Gather, q_BSNH: Array, k_BSKH: Array, v_BSKH: Array, segments_BS: Array | None
+) -> tuple[Array, tuple[Any, ...]]:
+    visible = gather.visible(q_BSNH.shape[1], segments_BS)
+    piece = attend(q_BSNH, gather.whole(k_BSKH), gather.whole(v_BSKH), visible)
+    o_BSNH = piece.o_BSNH.astype(q_BSNH.dtype)
+    return o_BSNH, (q_BSNH, k_BSKH, v_BSKH, segments_BS, o_BSNH, piece.lse_BSN)
+
+
+def _backward(gather: Gather, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[Any, ...]:
+    q_BSNH, k_BSKH, v_BSKH, segments_BS, o_BSNH, lse_BSN = saved
+    dq, dk, dv = attend_backward(
+        q_BSNH,
+        gather.whole(k_BSKH),
+        gather.whole(v_BSKH),
+        gather.visible(q_BSNH.shape[1], segments_BS),
+        lse_BSN,
+        row_delta(o_BSNH, do_BSNH),
+        do_BSNH,
+    )
+    dk, dv = (
+        reduce_scatter(x.astype(gather.reduce_dtype), gather.axis, dim=1, scope="scatter_dkv")
+        for x in (dk, dv)
+    )
+    return dq.astype(q_BSNH.dtype), dk.astype(k_BSKH.dtype), dv.astype(v_BSKH.dtype), None
+
+
+gathered_attention.defvjp(_forward, _backward)
