@@ -9,15 +9,15 @@ than the ideal; for it, stages other than the last hold about twice the micro-ba
 
 | schedule | order of actions on stage r of p | source |
 |---|---|---|
-| gpipe | all forwards, all backwards | Huang et al. 2019, §2.3 |
+| gpipe | all forwards, all backwards | Huang et al. 2019, §2.2 |
 | 1f1b | p−1−r forwards, then one forward, one backward | Narayanan et al. 2021, §2.2.1 |
 | interleaved | the same on v chunks, in groups of p micro-batches | Narayanan et al. 2021, §2.2.2 |
-| zb-h1 | 1f1b, its weight gradients later by r micro-batches | Qi et al. 2023, §2.2 |
+| zb-h1 | 1f1b, its weight gradients later by r micro-batches | Qi et al. 2023, §2.1 |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxpar.errors import ScheduleError, did_you_mean, require_choice
 from jaxpar.strategies.pipeline.schedule import Action, Cell, Kind, Schedule, Slot, require_sizes

@@ -120,12 +120,15 @@ class Schedule:
             for t, stage, action in self.actions()
         }
 
+    def gradient_kind(self, microbatch: int, global_chunk: int) -> Kind:
+        """By which action the gradient for a chunk's input is made: B, or I."""
+        whole = (Kind.BACKWARD, microbatch, global_chunk) in self.slot_of
+        return Kind.BACKWARD if whole else Kind.INPUT_GRADIENT
+
     def gradient_slot(self, microbatch: int, global_chunk: int) -> int:
-        """The slot in which the gradient for a chunk's input is made: its B, or its I."""
-        found = self.slot_of.get((Kind.BACKWARD, microbatch, global_chunk))
-        return (
-            self.slot_of[Kind.INPUT_GRADIENT, microbatch, global_chunk] if found is None else found
-        )
+        """The slot in which the gradient for a chunk's input is made."""
+        kind = self.gradient_kind(microbatch, global_chunk)
+        return self.slot_of[kind, microbatch, global_chunk]
 
 
 def forward_of(cell: Cell) -> Action | None:
