@@ -40,6 +40,8 @@ class Batch(NamedTuple):
     """int32, the byte after each token; 0 where the mask is 0."""
     mask_BS: Any
     """float32: 1 where token and label count, 0 in the padding at the end of a row."""
+    segments_BS: Any = None
+    """int32 document of each token, where rows are packed: it sees its own document only."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +103,9 @@ class Corpus:
             )
         return cls(np.frombuffer(content, np.uint8), path.name)
 
-    def batch(self, step: int, *, batch_size: int, seq_len: int, seed: int = 0) -> Batch:
+    def batch(
+        self, step: int, *, batch_size: int, seq_len: int, seed: int = 0, packed: bool = False
+    ) -> Batch:
         """The batch of `step`: `batch_size` rows cut anywhere from the text, of unequal length.
 
         Rows hold between a quarter of `seq_len` and all of it, the rest is padding. They are sorted
@@ -109,6 +113,9 @@ class Corpus:
         devices the same number of tokens: a loss averaged per device instead of per token is then
         wrong in every batch, and a test sees it. (Without effect where a row can only be full:
         `batch_size` or `seq_len` of 1.)
+
+        With `packed` a row is filled with about four documents, each cut from another place, and
+        `segments_BS` numbers them from 1; padding is document 0.
 
         Raises `TextError` for sizes below 1, a negative step or seed, and a text that is too short.
         """
@@ -131,11 +138,20 @@ class Corpus:
             lengths_B = lengths_B[::-1]
 
         mask_BS = np.arange(seq_len) < lengths_B[:, None]
-        window_BS = self.data[starts_B[:, None] + np.arange(seq_len + 1)].astype(np.int32)
+        from_BS = starts_B[:, None] + np.arange(seq_len)
+        segments_BS = None
+        if packed:
+            begins_BS = random.random((batch_size, seq_len)) < 4 / seq_len
+            begins_BS[:, 0] = True
+            segments_BS = np.cumsum(begins_BS, axis=1, dtype=np.int32) * mask_BS
+            jumps_BS = random.integers(self.data.size - seq_len, size=begins_BS.shape)
+            first_BS = np.maximum.accumulate(np.where(begins_BS, np.arange(seq_len), 0), axis=1)
+            from_BS = np.take_along_axis(jumps_BS, first_BS, axis=1) + np.arange(seq_len)
         return Batch(
-            tokens_BS=window_BS[:, :-1] * mask_BS,
-            labels_BS=window_BS[:, 1:] * mask_BS,
+            tokens_BS=self.data[from_BS].astype(np.int32) * mask_BS,
+            labels_BS=self.data[from_BS + 1].astype(np.int32) * mask_BS,
             mask_BS=mask_BS.astype(np.float32),
+            segments_BS=segments_BS,
         )
 
 

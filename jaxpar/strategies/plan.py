@@ -19,6 +19,12 @@ from jaxpar.mesh import MeshSpec
 BATCH_AXES = ("slice", "data", "fsdp", "expert")
 """Axes over which the sequences of a batch are spread."""
 
+TOKEN_AXES = (*BATCH_AXES, "context", "ulysses")
+"""Axes over which the tokens of a batch are spread, by sequences or within them."""
+
+LOSS_AXES = (*TOKEN_AXES, "pipe")
+"""Axes along which devices hold different summands of the loss."""
+
 DTYPES = {"float32": "f32", "bfloat16": "bf16"}
 """Dtypes a plan may name, with their HLO names."""
 
@@ -31,6 +37,9 @@ class Plan:
     batch_size, seq_len: sequences per step over all devices, and tokens in each.
     num_accumulation_steps: micro-batches per step, run one after the other; gradients add up.
     sequence: split the residual stream along the sequence over `tensor` (sequence parallelism).
+    context: how attention runs over axis context: 'ring', 'allgather' or 'ulysses'.
+    context_layout: 'zigzag' gives each rank an early and a late chunk, so that causal work is even.
+    packed: rows hold several documents, told apart by the batch's `segments_BS`.
     compute_dtype: of activations and of the weights in matmuls; master weights are float32.
     reduce_dtype: in which gradients are summed between devices.
     remat: 'none' keeps what the backward needs; 'full' keeps only the input of each layer.
@@ -41,6 +50,9 @@ class Plan:
     seq_len: int
     num_accumulation_steps: int = 1
     sequence: bool = False
+    context: Literal["ring", "allgather", "ulysses"] = "ring"
+    context_layout: Literal["zigzag", "contiguous"] = "zigzag"
+    packed: bool = False
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "full"] = "none"
@@ -58,6 +70,9 @@ class Plan:
             ("reduce_dtype", DTYPES),
             ("remat", ("none", "full")),
             ("sequence", (True, False)),
+            ("context", ("ring", "allgather", "ulysses")),
+            ("context_layout", ("zigzag", "contiguous")),
+            ("packed", (True, False)),
         ):
             require_choice(PlanError, field, getattr(self, field), choices)
         step = self.num_batch_shards * self.num_accumulation_steps
@@ -87,6 +102,11 @@ class Plan:
     def local_batch_size(self) -> int:
         """Sequences of one micro-batch on one device (B in the closed forms)."""
         return self.batch_size // self.num_batch_shards // self.num_accumulation_steps
+
+    @property
+    def local_seq_len(self) -> int:
+        """Tokens of each sequence on one device (S in the closed forms)."""
+        return self.seq_len // (self.size("context") * self.size("ulysses"))
 
     @property
     def compute_bytes(self) -> int:

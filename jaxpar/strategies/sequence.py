@@ -68,7 +68,7 @@ def embed(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype) -> Array:
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     m, L = plan.num_accumulation_steps, config.num_layers
-    payload = plan.local_batch_size * plan.seq_len * config.embed * plan.compute_bytes
+    payload = plan.local_batch_size * plan.local_seq_len * config.embed * plan.compute_bytes
 
     def row(kind: str, phase: Phase, count: int, why: str) -> Expected:
         return Expected(

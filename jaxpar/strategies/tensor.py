@@ -118,7 +118,7 @@ def kv_weight(w_DKH: Array, num_kv_heads: int) -> Array:
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     m, L = plan.num_accumulation_steps, config.num_layers
-    num_tokens = plan.local_batch_size * plan.seq_len
+    num_tokens = plan.local_batch_size * plan.local_seq_len
 
     def row(phase: Phase, count: int, why: str) -> Expected:
         return Expected(
