@@ -11,6 +11,7 @@ from jaxpar.errors import (
     PlanError,
     nearest_multiples,
     require_choice,
+    require_positive,
     require_whole,
     shown,
 )
@@ -40,6 +41,12 @@ class Plan:
     context: how attention runs over axis context: 'ring', 'allgather' or 'ulysses'.
     context_layout: 'zigzag' gives each rank an early and a late chunk, so that causal work is even.
     packed: rows hold several documents, told apart by the batch's `segments_BS`.
+    experts: 'capacity' gives each expert as many places in every sequence, and drops the tokens
+        that find none; 'dropless' drops none.
+    capacity_factor: those places, in even shares of the sequence's tokens.
+    drop_policy: who finds one: the first tokens ('position') or those of most 'weight'.
+    expert_exchange: how dropless tokens travel: 'padded' to the most that can come, by all-to-all,
+        or 'ragged', as many as there are, where the backend can.
     compute_dtype: of activations and of the weights in matmuls; master weights are float32.
     reduce_dtype: in which gradients are summed between devices.
     remat: 'none' keeps what the backward needs; 'full' keeps only the input of each layer.
@@ -53,6 +60,10 @@ class Plan:
     context: Literal["ring", "allgather", "ulysses"] = "ring"
     context_layout: Literal["zigzag", "contiguous"] = "zigzag"
     packed: bool = False
+    experts: Literal["capacity", "dropless"] = "dropless"
+    capacity_factor: float = 1.25
+    drop_policy: Literal["position", "weight"] = "position"
+    expert_exchange: Literal["padded", "ragged"] = "padded"
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "full"] = "none"
@@ -73,8 +84,12 @@ class Plan:
             ("context", ("ring", "allgather", "ulysses")),
             ("context_layout", ("zigzag", "contiguous")),
             ("packed", (True, False)),
+            ("experts", ("capacity", "dropless")),
+            ("drop_policy", ("position", "weight")),
+            ("expert_exchange", ("padded", "ragged")),
         ):
             require_choice(PlanError, field, getattr(self, field), choices)
+        require_positive(PlanError, "capacity_factor", self.capacity_factor, 1.25)
         step = self.num_batch_shards * self.num_accumulation_steps
         if self.batch_size % step:
             axes = " × ".join(f"{a}={self.size(a)}" for a in self.in_mesh_order(BATCH_AXES))

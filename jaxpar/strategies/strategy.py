@@ -50,11 +50,15 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One row of `jaxpar tour`: a mesh as `MeshSpec.parse` reads it, and other fields of a plan."""
+    """One row of `jaxpar tour`: a mesh as `MeshSpec.parse` reads it, and other fields of a plan.
+
+    model: a preset, for strategies that the tour's own model has no use for.
+    """
 
     name: str
     mesh: str
     fields: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
 
     def plan(self, *, batch_size: int, seq_len: int) -> Plan:
         """The plan of this row, in float32 unless it says otherwise."""
