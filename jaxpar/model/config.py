@@ -28,17 +28,23 @@ from jaxpar.errors import (
 class Parameter:
     """One parameter of a model, as its closed forms see it.
 
-    `dims` names the dims of one layer's parameter; a stacked one has L of them in front.
+    `dims` names the dims of one layer's parameter; a stacked one has L of them in front. One that
+    is not `is_trained` has no gradient: the step sets it by a rule of its own.
     """
 
     path: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     num_stacked: int | None = None
+    is_trained: bool = True
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
         return self.shape if self.num_stacked is None else (self.num_stacked, *self.shape)
+
+    @property
+    def stacked_dims(self) -> tuple[str, ...]:
+        return self.dims if self.num_stacked is None else ("layers", *self.dims)
 
     @property
     def size(self) -> int:
@@ -50,8 +56,16 @@ class Parameter:
 class ModelConfig:
     """Shapes of a pre-norm decoder transformer with RoPE and grouped-query attention.
 
-    Raises ConfigError for shapes that cannot exist. Expert layers (`num_experts` > 0) have shapes
-    and parameter counts here; a mesh cannot run them yet.
+    Raises ConfigError for shapes that cannot exist. With `num_experts` > 0, layers after the first
+    `num_dense_layers` route each token to `num_experts_per_token` experts of hidden size
+    `expert_hidden`, beside an MLP as large as `num_shared_experts` of them, and:
+
+    router: how a token's scores come from its logits.
+    router_normalized: weights of the chosen experts sum to 1, where there are several.
+    router_scale: what those weights are multiplied with.
+    balance: whether the balance loss looks at each sequence, or at the whole batch as one.
+    balance_weight, router_z_weight: of the balance loss and the router z-loss; 0 leaves them out.
+    bias_rate: step of the bias that balances experts without a loss; 0 for no bias.
     """
 
     name: str
@@ -72,6 +86,13 @@ class ModelConfig:
     num_shared_experts: int = 0
     expert_hidden: int = 0
     num_dense_layers: int = 0  # leading layers that keep the plain mlp in an expert model
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    router_normalized: bool = True
+    router_scale: float = 1.0
+    balance: Literal["sequence", "batch"] = "sequence"
+    balance_weight: float = 0.0
+    router_z_weight: float = 0.0
+    bias_rate: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -90,7 +111,7 @@ class ModelConfig:
         self._check_experts()
 
         # As floats: JAX takes no whole number above int32.
-        for field in ("rope_theta", "norm_epsilon"):
+        for field in ("rope_theta", "norm_epsilon", *ROUTER_NUMBERS):
             object.__setattr__(self, field, float(getattr(self, field)))
 
     def _check_types(self) -> None:
@@ -108,6 +129,13 @@ class ModelConfig:
         require_choice(
             ConfigError, f"{self.name}: tied_embedding", self.tied_embedding, (True, False)
         )
+        for field, choices in ROUTER_CHOICES.items():
+            require_choice(ConfigError, f"{self.name}: {field}", getattr(self, field), choices)
+        for field in ROUTER_NUMBERS:
+            value = getattr(self, field)
+            if field == "router_scale" or type(value) not in (int, float) or value != 0:
+                note = "" if field == "router_scale" else "; 0 leaves it out"
+                require_positive(ConfigError, f"{self.name}: {field}", value, 0.01, note)
 
     def _check_experts(self) -> None:
         """Each field of expert layers in its range, which without experts is 0 alone."""
@@ -126,6 +154,13 @@ class ModelConfig:
                     f"num_experts={E} and num_layers={self.num_layers}. Nearest {field}: "
                     f"{nearest_whole(value, low, high)}."
                 )
+        for field in (*ROUTER_CHOICES, *ROUTER_NUMBERS):
+            default = type(self).__dataclass_fields__[field].default
+            if not E and getattr(self, field) != default:
+                raise ConfigError(
+                    f"{self.name}: {field}={shown(getattr(self, field))} is for expert layers, and "
+                    f"num_experts=0. Leave {field} at {default!r}, or give the model experts."
+                )
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -142,7 +177,11 @@ class ModelConfig:
             for path, shape, dims in self._layer(has_experts=has_experts):
                 found.append(
                     Parameter(
-                        path=f"{prefix}/{path}", shape=shape, dims=dims, num_stacked=num_layers
+                        path=f"{prefix}/{path}",
+                        shape=shape,
+                        dims=dims,
+                        num_stacked=num_layers,
+                        is_trained=path != "moe/bias",
                     )
                 )
         found.append(Parameter(path="norm/scale", shape=(self.embed,), dims=("norm",)))
@@ -172,6 +211,8 @@ class ModelConfig:
             layer += [("moe/router", (D, E), ("embed", "experts"))]
             layer += [(f"moe/{w}", (E, D, F), ("experts", "embed", "mlp")) for w in inputs]
             layer += [("moe/down", (E, F, D), ("experts", "mlp", "embed"))]
+            if self.bias_rate:
+                layer += [("moe/bias", (E,), ("experts",))]
             F = F * self.num_shared_experts
         if F:
             layer += [(f"mlp/{w}", (D, F), ("embed", "mlp")) for w in inputs]
@@ -185,6 +226,13 @@ class ModelConfig:
 
 VOCAB_EMBED = ("vocab", "embed")
 
+ROUTER_CHOICES: dict[str, tuple[str | bool, ...]] = {
+    "router": ("softmax", "sigmoid"),
+    "router_normalized": (True, False),
+    "balance": ("sequence", "batch"),
+}
+ROUTER_NUMBERS = ("router_scale", "balance_weight", "router_z_weight", "bias_rate")
+
 PRESETS: dict[str, ModelConfig] = {
     config.name: config
     for config in (
@@ -192,6 +240,12 @@ PRESETS: dict[str, ModelConfig] = {
         ModelConfig(
             name="tiny", num_layers=2, embed=64, num_heads=8, num_kv_heads=4, head_dim=8,
             mlp_hidden=128, vocab=256, max_seq_len=256,
+        ),
+        # Experts in miniature: two of eight for each token, beside one that every token uses.
+        ModelConfig(
+            name="tiny-moe", num_layers=2, embed=64, num_heads=8, num_kv_heads=4, head_dim=8,
+            mlp_hidden=128, vocab=256, max_seq_len=256, num_experts=8, num_experts_per_token=2,
+            num_shared_experts=1, expert_hidden=64, balance_weight=0.01, router_z_weight=0.001,
         ),
         # Brown et al. 2020, table 2.1; vocabulary padded to 51200 as in Narayanan et al. 2021 §5.
         # RoPE stands in for the learned positions (0.03 B parameters fewer).
@@ -219,12 +273,13 @@ PRESETS: dict[str, ModelConfig] = {
             head_dim=128, mlp_hidden=14336, vocab=32000, max_seq_len=32768, rope_theta=1e6,
             num_experts=8, num_experts_per_token=2, expert_hidden=14336,
         ),
-        # DeepSeek-AI 2024 (V3) §4.2. Its latent attention is replaced by grouped-query attention
+        # DeepSeek-AI 2024 (V3) §4.2, routing §2.1.2. Its latent attention is replaced by grouped-query attention
         # with 8 key/value heads, which has about as many parameters; the experts are its own.
         ModelConfig(
             name="deepseek-v3-like", num_layers=61, embed=7168, num_heads=128, num_kv_heads=8,
             head_dim=128, mlp_hidden=18432, vocab=129280, max_seq_len=4096, num_experts=256,
             num_experts_per_token=8, num_shared_experts=1, expert_hidden=2048, num_dense_layers=3,
+            router="sigmoid", router_scale=2.5, balance_weight=1e-4, bias_rate=1e-3,
         ),
     )
 }  # fmt: skip
