@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar.collectives import all_to_all, real_axes, vary
-from jaxpar.model.moe import (
+from jaxpar.model.routing import (
     ExpertWeights,
     Routing,
     batched_matmul,
