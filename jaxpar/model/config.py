@@ -273,8 +273,9 @@ PRESETS: dict[str, ModelConfig] = {
             head_dim=128, mlp_hidden=14336, vocab=32000, max_seq_len=32768, rope_theta=1e6,
             num_experts=8, num_experts_per_token=2, expert_hidden=14336,
         ),
-        # DeepSeek-AI 2024 (V3) §4.2, routing §2.1.2. Its latent attention is replaced by grouped-query attention
-        # with 8 key/value heads, which has about as many parameters; the experts are its own.
+        # DeepSeek-AI 2024 (V3) §4.2. Its latent attention is replaced by grouped-query attention
+        # with 8 key/value heads, which has about as many parameters; the experts and their
+        # routing (§2.1.2, but for groups of experts) are its own.
         ModelConfig(
             name="deepseek-v3-like", num_layers=61, embed=7168, num_heads=128, num_kv_heads=8,
             head_dim=128, mlp_hidden=18432, vocab=129280, max_seq_len=4096, num_experts=256,

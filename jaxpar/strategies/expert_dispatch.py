@@ -135,11 +135,11 @@ def received(x_RD: Array, count_ne: Array, weights: ExpertWeights) -> Array:
 
     count_ne: rows of each run for each of this device's experts, int32 [n, e].
     """
-    n, e = count_ne.shape
+    n, _ = count_ne.shape
     end_ne = jnp.cumsum(count_ne, axis=1)
     row_R = jnp.arange(x_RD.shape[0] // n)
     expert_nR = (row_R[:, None] >= end_ne[:, None, :]).sum(axis=-1, dtype=jnp.int32)
-    order = jnp.argsort(expert_nR.reshape(-1), stable=True)  # e, beyond the last, is padding
+    order = jnp.argsort(expert_nR.reshape(-1), stable=True)  # padding has none, and comes last
     y_XD = grouped(x_RD[order], count_ne.sum(axis=0), weights)
     return y_XD[jnp.argsort(order)]
 
@@ -219,9 +219,7 @@ def _back(y_RD: Array, runs: Runs, num_rows: int, num_slots: int) -> Array:
     )
 
 
-def _there_forward(
-    x_AD: Array, runs: Runs, num_rows: int, num_slots: int
-) -> tuple[Array, Runs]:
+def _there_forward(x_AD: Array, runs: Runs, num_rows: int, num_slots: int) -> tuple[Array, Runs]:
     return _there(x_AD, runs, num_rows, num_slots), runs
 
 
