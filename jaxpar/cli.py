@@ -221,6 +221,64 @@ def audit(
         raise typer.Exit(said.code)
 
 
+@app.command()
+def schedule(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE.csv",
+            help="gpipe, 1f1b, interleaved or zb-h1; or your table: a row per slot, a column per "
+            "stage, cells such as F3 (forward), B0 (backward), I0 and W0 (its halves), F3.1 "
+            "(chunk 1), F3 B0 (one after the other).",
+        ),
+    ],
+    stages: Annotated[int | None, typer.Option(help="Devices along axis pipe; 4.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches per step; 8.")] = None,
+    virtual: Annotated[int | None, typer.Option(help="Chunks of layers per stage; 1.")] = None,
+    phased: Annotated[
+        bool, typer.Option("--phased", help="A forward and then a backward in each slot.")
+    ] = False,
+    forward: Annotated[float, typer.Option(help="Time of a forward, in any unit.")] = 1.0,
+    backward: Annotated[float | None, typer.Option(help="Time of a backward; 2.")] = None,
+    input_gradient: Annotated[float | None, typer.Option(help="Instead: of its halves; 1.")] = None,
+    weight_gradient: Annotated[float | None, typer.Option(help="And the other one; 1.")] = None,
+    send: Annotated[float, typer.Option(help="Time of a message.")] = 0.0,
+    svg: Annotated[Path | None, typer.Option(help="Write the timelines to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
+    json_path: Json = None,
+) -> None:
+    """A pipeline schedule: drawn, and how long it is, idle, and in memory. Nothing is run."""
+    from jaxpar.cli_schedule import Request, answer
+
+    _check_writable(svg, csv, json_path)
+    console = _console()
+    said = answer(
+        Request(
+            what=what,
+            stages=stages,
+            microbatches=microbatches,
+            virtual=virtual,
+            phased=phased,
+            forward=forward,
+            backward=backward,
+            input_gradient=input_gradient,
+            weight_gradient=weight_gradient,
+            send=send,
+            width=console.width,
+        )
+    )
+    drawn = said.svg if svg is not None else ""
+    for part in said.shown:
+        if isinstance(part, Table):
+            _print_table(console, part)
+        else:
+            console.print(part, soft_wrap=True)
+    for path, content in ((svg, drawn), (csv, said.csv)):
+        if path is not None:
+            _write(path, content)
+    _write_json(json_path, said.data)
+
+
 @app.callback(invoke_without_command=True)
 def version(
     show: Annotated[bool, typer.Option("--version", help="The version, and JAX's.")] = False,

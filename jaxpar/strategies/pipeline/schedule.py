@@ -27,7 +27,7 @@ from functools import cached_property
 from jaxpar.errors import ScheduleError, is_whole, require_whole, shown
 
 MAX_CELLS = 1 << 18
-"""Slots × stages, and micro-batches × chunks: larger tables take longer to check than to use."""
+"""Slots × stages of a table: a larger one takes longer to check than to use."""
 
 
 class Kind(StrEnum):
@@ -41,6 +41,9 @@ class Kind(StrEnum):
     @property
     def noun(self) -> str:
         return self.name.lower().replace("_", " ")
+
+
+_HALVES = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True, order=True)
@@ -146,12 +149,15 @@ def require_sizes(num_stages: int, num_microbatches: int, num_virtual_stages: in
     require_whole(ScheduleError, "num_stages", num_stages)
     require_whole(ScheduleError, "num_microbatches", num_microbatches)
     require_whole(ScheduleError, "num_virtual_stages", num_virtual_stages)
-    if num_stages * num_microbatches * num_virtual_stages > MAX_CELLS:
-        most = MAX_CELLS // (num_stages * num_virtual_stages)
+    # As many slots as any published schedule needs: all of one stage's actions, and the way through
+    # all chunks and back.
+    for_chunks = 4 * num_stages * num_virtual_stages
+    if num_stages * (3 * num_microbatches * num_virtual_stages + for_chunks) > MAX_CELLS:
+        most = (MAX_CELLS // num_stages - for_chunks) // (3 * num_virtual_stages)
         raise ScheduleError(
-            f"num_stages={num_stages} × num_microbatches={num_microbatches} × "
-            f"num_virtual_stages={num_virtual_stages} is more than the {MAX_CELLS} that a table "
-            f"may have. " + (f"Nearest num_microbatches: {most}." if most else "Use fewer stages.")
+            f"A table for num_stages={num_stages}, num_microbatches={num_microbatches} and "
+            f"num_virtual_stages={num_virtual_stages} has more than {MAX_CELLS} cells. "
+            + (f"Nearest num_microbatches: {most}." if most > 0 else "Use fewer stages.")
         )
 
 
@@ -201,8 +207,8 @@ class _Validator:
         if len(cell) > 2 or (len(cell) == 2 and kinds != [True, False]):
             raise self.error(
                 where,
-                f"{' '.join(map(str, cell))} cannot share a cell. A cell holds at most one F, and "
-                "after it at most one of B, I and W. Give each a slot of its own.",
+                f"{' '.join(map(str, cell[:3]))} cannot share a cell, which holds at most one F, "
+                "and after it at most one of B, I and W. Give each a slot of its own.",
             )
         for action in cell:
             self._check_range(where, action)
@@ -230,35 +236,23 @@ class _Validator:
     def _check_complete(self) -> None:
         for microbatch in range(self.schedule.num_microbatches):
             for g in range(self.schedule.num_chunks):
-                missing, also = self._missing(microbatch, g)
+                done = [kind for kind in Kind if (kind, microbatch, g) in self.seen]
+                halves = [kind for kind in _HALVES if kind in done]
+                wanted = _HALVES if halves and Kind.BACKWARD not in done else (Kind.BACKWARD,)
                 stage, chunk = self.schedule.stage_and_chunk(g)
-                if missing is not None:
+                for kind in (Kind.FORWARD, *wanted):
+                    if kind not in done:
+                        raise self.error(
+                            f", stage {stage}",
+                            f"{Action(kind, microbatch, chunk)} is missing. Every stage does F, and "
+                            "B or else both I and W, of every micro-batch in each of its chunks.",
+                        )
+                if halves and Kind.BACKWARD in done:
                     raise self.error(
-                        f", stage {stage}",
-                        f"{Action(missing, microbatch, chunk)} is missing. Every stage does F, and "
-                        "B or else both I and W, of every micro-batch in each of its chunks.",
+                        f", slot {self.seen[halves[0], microbatch, g]}, stage {stage}",
+                        f"{Action(halves[0], microbatch, chunk)} is part of what "
+                        f"{Action(Kind.BACKWARD, microbatch, chunk)} does. Leave out either.",
                     )
-                if also is not None:
-                    raise self.error(
-                        f", slot {self.seen[also, microbatch, g]}, stage {stage}",
-                        f"{Action(also, microbatch, chunk)} is done again: "
-                        f"{Action(Kind.BACKWARD, microbatch, chunk)} has both gradients. Leave out "
-                        "either.",
-                    )
-
-    def _missing(self, microbatch: int, g: int) -> tuple[Kind | None, Kind | None]:
-        """The first kind of action that is missing, and the first that doubles a backward."""
-        has = [kind for kind in Kind if (kind, microbatch, g) in self.seen]
-        halves = [kind for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT) if kind in has]
-        if Kind.FORWARD not in has:
-            return Kind.FORWARD, None
-        if Kind.BACKWARD in has:
-            return None, halves[0] if halves else None
-        if not halves:
-            return Kind.BACKWARD, None
-        if Kind.INPUT_GRADIENT not in halves:
-            return Kind.INPUT_GRADIENT, None
-        return (None if Kind.WEIGHT_GRADIENT in halves else Kind.WEIGHT_GRADIENT), None
 
     def _check_needs(self, t: int, stage: int, action: Action) -> None:
         m, g = action.microbatch, self.schedule.global_chunk(stage, action)

@@ -43,10 +43,9 @@ class Times:
     def backward(self) -> float:
         return self.input_gradient + self.weight_gradient
 
-    def of(self, kind: Kind) -> float:
-        """Of a whole stage."""
-        time: float = getattr(self, kind.name.lower())
-        return time
+    def per_chunk(self, num_virtual_stages: int) -> dict[Kind, float]:
+        """The time of one action of each kind."""
+        return {kind: getattr(self, kind.name.lower()) / num_virtual_stages for kind in Kind}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +61,9 @@ class Simulation:
     @cached_property
     def work(self) -> float:
         """Time that each stage computes; all have the same to do."""
-        v = self.schedule.num_virtual_stages
-        times = (self.times.of(action.kind) / v for *_, action, _ in self.starts)
-        return math.fsum(times) / self.schedule.num_stages
+        times = self.times.per_chunk(self.schedule.num_virtual_stages)
+        total = math.fsum(times[action.kind] for *_, action, _ in self.starts)
+        return total / self.schedule.num_stages
 
     @property
     def bubble_time(self) -> float:
@@ -80,8 +79,8 @@ class Simulation:
 def simulate(schedule: Schedule, times: Times, *, lock_step: bool = False) -> Simulation:
     """Run a schedule on a clock."""
     starts = tuple((_lock_step if lock_step else _asynchronous)(schedule, times))
-    v = schedule.num_virtual_stages
-    makespan = max(start + times.of(action.kind) / v for *_, action, start in starts)
+    chunk = times.per_chunk(schedule.num_virtual_stages)
+    makespan = max(start + chunk[action.kind] for *_, action, start in starts)
     return Simulation(
         schedule=schedule, times=times, lock_step=lock_step, starts=starts, makespan=makespan
     )
@@ -91,12 +90,13 @@ def _asynchronous(schedule: Schedule, times: Times) -> Iterator[tuple[int, int, 
     free = [0.0] * schedule.num_stages
     ends: dict[tuple[Kind, int, int], float] = {}
     send = times.send if schedule.num_stages > 1 else 0.0
+    chunk = times.per_chunk(schedule.num_virtual_stages)
     for t, stage, action in schedule.actions():
         g = schedule.global_chunk(stage, action)
         start = free[stage]
         for kind, other in _senders(schedule, action, g):
             start = max(start, ends[kind, action.microbatch, other] + send)
-        free[stage] = start + times.of(action.kind) / schedule.num_virtual_stages
+        free[stage] = start + chunk[action.kind]
         ends[action.kind, action.microbatch, g] = free[stage]
         yield t, stage, action, start
 
@@ -111,7 +111,8 @@ def _senders(schedule: Schedule, action: Action, g: int) -> list[tuple[Kind, int
 
 
 def _lock_step(schedule: Schedule, times: Times) -> Iterator[tuple[int, int, Action, float]]:
-    start, v = 0.0, schedule.num_virtual_stages
+    start = 0.0
+    chunk = times.per_chunk(schedule.num_virtual_stages)
     sending = forward_slots(schedule) | gradient_slots(schedule)
     for t, slot in enumerate(schedule.slots):
         longest = 0.0
@@ -119,7 +120,7 @@ def _lock_step(schedule: Schedule, times: Times) -> Iterator[tuple[int, int, Act
             now = start
             for action in cell:
                 yield t, stage, action, now
-                now += times.of(action.kind) / v
+                now += chunk[action.kind]
             longest = max(longest, now - start)
         start += longest + (times.send if t in sending and schedule.num_stages > 1 else 0.0)
 

@@ -100,12 +100,15 @@ def _allocate(schedule: Schedule, values: list[_Value]) -> Stash:
     arrival, own, forward, backward = (
         [[NOWHERE] * schedule.num_stages for _ in schedule.slots] for _ in range(4)
     )
+    waits: list[list[_Value]] = [[] for _ in range(schedule.num_stages)]
+    for value in values:
+        if value.end > value.start:
+            waits[value.stage].append(value)
     peaks = []
-    for stage in range(schedule.num_stages):
+    for stage, mine in enumerate(waits):
         waiting: list[tuple[int, int]] = []  # (slot of the last use, place)
         free: list[int] = []
         num_places = 0
-        mine = (value for value in values if value.stage == stage and value.end > value.start)
         for value in sorted(mine, key=lambda value: value.start):
             free += [place for end, place in waiting if end <= value.start]
             waiting = [(end, place) for end, place in waiting if end > value.start]
