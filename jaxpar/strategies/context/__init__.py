@@ -5,29 +5,30 @@ What is split    the tokens of each sequence, over `context`: residual stream, M
 Why              sequences whose activations do not fit on one device.
 What it costs    in every layer, keys and values (or heads) travel. Three ways, by `Plan.context`:
 
-ring       keys and values go round (ring.py). Hops hide behind blocks of attention.
-allgather  they are gathered at once (gather.py). Nothing hides it; any mask fits.
-ulysses    heads are exchanged for positions (ulysses.py). Bytes shrink with n; at most N devices.
+ring       keys and values go round (ring.py); a hop hides behind the attention to a block.
+allgather  they are gathered at once (gather.py); nothing hides it, and any mask fits.
+ulysses    heads are exchanged for positions (ulysses.py); bytes shrink with n, at most N devices.
 
-A second axis `ulysses` exchanges heads inside each rank of a ring or gather over `context`: the
-ring over slow links, the heads over fast ones. n = `context`, u = `ulysses` (1 without it).
-Per layer and micro-batch, K and V = B·(S/n)·(K/u)·H elements, c and g the bytes of the compute and
-the reduce dtype:
+A second axis `ulysses` exchanges heads within each rank of `context`: the ring over slow links,
+heads over fast ones. n = `context`, u = `ulysses` or 1; with context='ulysses' n = 1, u = `context`.
+P = B·(S/n)·max(K/u, 1)·H, Q = B·S/(nu)·N·H and R = B·S/(nu)·max(K, u)·H elements of one micro-batch
+on one device, of c bytes in the compute and g in the reduce dtype; per layer and micro-batch:
 
-| Plan.context | collective         | axes    | phase    | count  | payload_bytes | why              |
-|--------------|--------------------|---------|----------|--------|---------------|------------------|
-| ring         | collective-permute | context | forward  | 2(n-1) | c·K           | k, v to the next |
-|              | collective-permute | context | backward | 2(n-1) | c·K           | k, v again       |
-|              | collective-permute | context | backward | 2(n-1) | g·K           | their gradients  |
-| allgather    | all-gather         | context | forward  | 2      | c·nK          | k, v             |
-|              | all-gather         | context | backward | 2      | c·nK          | k, v again       |
-|              | reduce-scatter     | context | backward | 2      | g·nK          | their gradients  |
-| any, u > 1   | all-to-all         | ulysses | forward  | 2      | c·Q           | q, output        |
-|              | all-to-all         | ulysses | forward  | 2      | c·max(K,u)..  | k, v             |
-|              | all-to-all         | ulysses | backward | 4      | the same      | transposes       |
+| Plan.context | collective         | axis    | phase    | count  | payload_bytes | why             |
+|--------------|--------------------|---------|----------|--------|---------------|-----------------|
+| ring         | collective-permute | context | forward  | 2(n-1) | c·P           | k, v go round   |
+|              | collective-permute | context | backward | 2(n-1) | c·P           | k, v, again     |
+|              | collective-permute | context | backward | 2(n-1) | g·P           | their gradients |
+| allgather    | all-gather         | context | forward  | 2      | c·nP          | k, v            |
+|              | all-gather         | context | backward | 2      | c·nP          | k, v, again     |
+|              | reduce-scatter     | context | backward | 2      | g·nP          | their gradients |
+| any, u > 1   | all-to-all         | ulysses | forward  | 2      | c·Q           | q and output    |
+|              | all-to-all         | ulysses | forward  | 2      | c·R           | k, v            |
+|              | all-to-all         | ulysses | backward | 2 + 2  | c·Q, c·R      | the transposes  |
 
-and everything forward once more in phase recompute with remat='full'. `ulysses` alone is the last
-three rows over `context`. Gradients of all parameters are summed over both axes (data.py).
+With remat='full' the forward ones appear once more in phase recompute, just before the backward,
+which then fetches less: 2(n-2) for 2(n-1) permutes of k, v; no gather. All parameters' gradients
+are summed over both axes at the end of the step (data.py).
 
 Sources: Liu et al. 2023 (ring attention) §3; Jacobs et al. 2023 (DeepSpeed Ulysses) §3; Llama Team
 2024 §3.3.2 (all-gather, zigzag); Fang and Zhao 2024 (ring × Ulysses).
@@ -41,6 +42,8 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
 from jaxpar.errors import PlanError, nearest_divisors, nearest_multiples
 from jaxpar.model.attention import causal_attention
@@ -54,6 +57,8 @@ from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, 
 
 AXIS = "context"
 HEADS_AXIS = "ulysses"
+AXES = (AXIS, HEADS_AXIS)
+"""Over which the sequence is spread, in this order whatever the mesh's is."""
 
 CARD = Card(
     name="context",
@@ -74,13 +79,30 @@ def attention(plan: Plan) -> Attention:
     if layout.num_ranks == 1:
         inner = causal_attention
     elif plan.context == "ring":
-        is_zigzag = layout.name == "zigzag"
-        ring = Ring(axis=AXIS, is_zigzag=is_zigzag, reduce_dtype=reduce_dtype)
+        ring = Ring(
+            axis=AXIS,
+            is_zigzag=layout.name == "zigzag",
+            reduce_dtype=reduce_dtype,
+            keeps_first_visitor=repeats_attention(plan),
+        )
         inner = partial(ring_attention, ring)
     else:
-        gather = Gather(axis=AXIS, layout=layout, reduce_dtype=reduce_dtype)
+        gather = Gather(
+            axis=AXIS,
+            layout=layout,
+            reduce_dtype=reduce_dtype,
+            keeps_gathered=repeats_attention(plan),
+        )
         inner = partial(gathered_attention, gather)
     return exchanging_heads(layout.slice_axis, inner)
+
+
+def repeats_attention(plan: Plan) -> bool:
+    """Whether a layer's attention runs again, with its communication, just before its backward.
+
+    What it brought a second time is then still there, and the backward need not fetch it a third.
+    """
+    return plan.remat == "full"
 
 
 # --- where tokens are ------------------------------------------------------------------------
@@ -96,6 +118,12 @@ def sequence_layout(plan: Plan) -> SequenceLayout:
         num_ranks=1 if exchanges_over_context else plan.size(AXIS),
         num_slices=plan.size(AXIS if exchanges_over_context else HEADS_AXIS),
     )
+
+
+def token_order(plan: Plan) -> npt.NDArray[np.int32] | None:
+    """What a row's tokens are permuted by before they are spread; None for no change."""
+    order = sequence_layout(plan).order(plan.seq_len)
+    return None if (order[:-1] < order[1:]).all() else order
 
 
 # --- closed form -----------------------------------------------------------------------------
@@ -115,7 +143,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         kind: str, axis: str, count: int, phases: tuple[Phase, ...], elements: int,
         dtype: tuple[int, str], why: str,
     ) -> None:  # fmt: skip
-        for phase in phases:
+        for phase in phases if count else ():
             rows.append(
                 Expected(
                     kind=kind,
@@ -128,25 +156,27 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
                 )
             )
 
-    forward: tuple[Phase, ...] = ("forward", "recompute") if plan.remat == "full" else ("forward",)
+    again: tuple[Phase, ...] = ("recompute",) if repeats_attention(plan) else ()
     if where.num_slices > 1:
         for heads, why in ((q_heads, "queries, output"), (sent_kv_heads, "keys, values")):
             elements = local_tokens * heads * config.head_dim
-            each = (*forward, "backward")
+            each: tuple[Phase, ...] = ("forward", *again, "backward")
             add("all-to-all", where.slice_axis, 2, each, elements, compute, f"heads of {why}")
     if n == 1:
         return rows
 
     # What one rank attends with: all slices of its part, a slice of the heads.
     block = local_tokens * sent_kv_heads * config.head_dim
+    forward: tuple[Phase, ...] = ("forward", *again)
     if plan.context == "ring":
-        both = (*forward, "backward")
-        add("collective-permute", AXIS, 2 * (n - 1), both, block, compute, "keys, values go round")
-        add("collective-permute", AXIS, 2 * (n - 1), ("backward",), block, reduce, "gradients")
+        kind, hops, fewer = "collective-permute", 2 * (n - 1), 2 if again else 0
+        add(kind, AXIS, hops, forward, block, compute, "keys, values go round")
+        add(kind, AXIS, hops - fewer, ("backward",), block, compute, "keys, values go round")
+        add(kind, AXIS, hops, ("backward",), block, reduce, "their gradients go round")
     else:
-        both = (*forward, "backward")
-        add("all-gather", AXIS, 2, both, n * block, compute, "keys, values")
-        add("reduce-scatter", AXIS, 2, ("backward",), n * block, reduce, "gradients of k, v")
+        phases = forward if again else ("forward", "backward")
+        add("all-gather", AXIS, 2, phases, n * block, compute, "keys, values")
+        add("reduce-scatter", AXIS, 2, ("backward",), n * block, reduce, "their gradients")
     return rows
 
 
@@ -160,7 +190,7 @@ def _local_heads(config: ModelConfig, plan: Plan) -> tuple[int, int]:
 
 
 def check(config: ModelConfig, plan: Plan) -> None:
-    axes = {axis: plan.size(axis) for axis in (AXIS, HEADS_AXIS)}
+    axes = {axis: plan.size(axis) for axis in AXES}
     if max(axes.values()) == 1:
         raise PlanError(
             f"context={plan.context!r} with context_layout={plan.context_layout!r} says how "
@@ -202,8 +232,8 @@ def _check_heads(config: ModelConfig, plan: Plan, where: SequenceLayout) -> None
     per = f" / tensor={plan.size('tensor')}" if plan.size("tensor") > 1 else ""
     if q_heads % n:
         raise PlanError(
-            f"{config.name}: num_heads={config.num_heads}{per} cannot be exchanged over {axis}={n}: "
-            f"it is not a multiple. Nearest sizes of axis {axis}: {sizes}."
+            f"{config.name}: num_heads={config.num_heads}{per} cannot be exchanged over "
+            f"{axis}={n}: it is not a multiple. Nearest sizes of axis {axis}: {sizes}."
         )
     if kv_heads % n and n % kv_heads:
         raise PlanError(
@@ -219,7 +249,7 @@ def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
 
 STRATEGY = Strategy(
     card=CARD,
-    axes=(AXIS, HEADS_AXIS),
+    axes=AXES,
     is_active=lambda plan: (
         max(plan.size(AXIS), plan.size(HEADS_AXIS)) > 1
         or (plan.context, plan.context_layout) != ("ring", "zigzag")

@@ -24,11 +24,17 @@ from jaxpar.strategies.context.layout import SequenceLayout
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """Over which axis, in which layout, gradients summed in which dtype."""
+    """How keys and values are gathered.
+
+    reduce_dtype: in which their gradients are summed.
+    keeps_gathered: from the forward to the backward. It costs n blocks of memory, for no longer
+        than one layer where the forward is repeated just before.
+    """
 
     axis: str
     layout: SequenceLayout
     reduce_dtype: Any
+    keeps_gathered: bool = False
 
     def whole(self, x_BSKH: Array) -> Array:
         return all_gather(x_BSKH, self.axis, dim=1, scope="gather_kv")
@@ -60,17 +66,22 @@ def _forward(
     gather: Gather, q_BSNH: Array, k_BSKH: Array, v_BSKH: Array, segments_BS: Array | None
 ) -> tuple[Array, tuple[Any, ...]]:
     visible = gather.visible(q_BSNH.shape[1], segments_BS)
-    piece = attend(q_BSNH, gather.whole(k_BSKH), gather.whole(v_BSKH), visible)
+    kv = gather.whole(k_BSKH), gather.whole(v_BSKH)
+    piece = attend(q_BSNH, *kv, visible)
     o_BSNH = piece.o_BSNH.astype(q_BSNH.dtype)
-    return o_BSNH, (q_BSNH, k_BSKH, v_BSKH, segments_BS, o_BSNH, piece.lse_BSN)
+    kept = kv if gather.keeps_gathered else (k_BSKH, v_BSKH)
+    return o_BSNH, (q_BSNH, *kept, segments_BS, o_BSNH, piece.lse_BSN)
 
 
 def _backward(gather: Gather, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[Any, ...]:
-    q_BSNH, k_BSKH, v_BSKH, segments_BS, o_BSNH, lse_BSN = saved
+    q_BSNH, k, v, segments_BS, o_BSNH, lse_BSN = saved
+    dtype = k.dtype
+    if not gather.keeps_gathered:
+        k, v = gather.whole(k), gather.whole(v)
     dq, dk, dv = attend_backward(
         q_BSNH,
-        gather.whole(k_BSKH),
-        gather.whole(v_BSKH),
+        k,
+        v,
         gather.visible(q_BSNH.shape[1], segments_BS),
         lse_BSN,
         row_delta(o_BSNH, do_BSNH),
@@ -80,7 +91,7 @@ def _backward(gather: Gather, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[A
         reduce_scatter(x.astype(gather.reduce_dtype), gather.axis, dim=1, scope="scatter_dkv")
         for x in (dk, dv)
     )
-    return dq.astype(q_BSNH.dtype), dk.astype(k_BSKH.dtype), dv.astype(v_BSKH.dtype), None
+    return dq.astype(q_BSNH.dtype), dk.astype(dtype), dv.astype(dtype), None
 
 
 gathered_attention.defvjp(_forward, _backward)

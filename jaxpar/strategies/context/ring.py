@@ -36,11 +36,17 @@ from jaxpar.strategies.context.blocks import (
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """How a ring runs: over which axis, in which layout, gradients travelling in which dtype."""
+    """How a ring runs.
+
+    reduce_dtype: in which gradients of keys and values travel and add up.
+    keeps_first_visitor: from the forward to the backward, which then need not fetch it. It costs
+        a second block of memory, or nothing where the forward is repeated just before.
+    """
 
     axis: str
     is_zigzag: bool
     reduce_dtype: Any
+    keeps_first_visitor: bool = False
 
     def send(self, x: Any, scope: str) -> Any:
         return jax.tree.map(lambda one: ring_shift(one, self.axis, scope=scope), x)
@@ -73,27 +79,31 @@ def _forward(
         next_kv = ring.send(kv, "ring/kv")
         return (visit(piece, kv, hop), next_kv), None
 
-    kv = ring.send((k_BSKH, v_BSKH), "ring/kv")
+    first = kv = ring.send((k_BSKH, v_BSKH), "ring/kv")
     piece = attend(q_BSNH, k_BSKH, v_BSKH, _own_visible(ring, q_BSNH.shape[1], segments_BS))
     if n > 2:
         (piece, kv), _ = lax.scan(step, (piece, kv), jnp.arange(1, n - 1))
     piece = visit(piece, kv, n - 1)
     o_BSNH = piece.o_BSNH.astype(q_BSNH.dtype)
-    return o_BSNH, (q_BSNH, k_BSKH, v_BSKH, segments_BS, o_BSNH, piece.lse_BSN)
+    saved = q_BSNH, k_BSKH, v_BSKH, segments_BS, o_BSNH, piece.lse_BSN
+    return o_BSNH, (*saved, first if ring.keeps_first_visitor else None)
 
 
 def _backward(ring: Ring, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[Any, ...]:
-    q_BSNH, k_BSKH, v_BSKH, segments_BS, o_BSNH, lse_BSN = saved
+    q_BSNH, k_BSKH, v_BSKH, segments_BS, o_BSNH, lse_BSN, first = saved
     n = lax.axis_size(ring.axis)
-    rows = lse_BSN, row_delta(o_BSNH, do_BSNH), do_BSNH
+    delta_BSN = row_delta(o_BSNH, do_BSNH)
 
     def visit(kv: tuple[Array, Array], hop: Array | int) -> tuple[Array, Array, Array]:
         meeting = _meeting(ring, hop, q_BSNH.shape[1], segments_BS)
         dq, dk, dv = attend_backward(
             meeting.queries(q_BSNH),
-            *(meeting.keys(x) for x in kv),
+            meeting.keys(kv[0]),
+            meeting.keys(kv[1]),
             meeting.visible_BST,
-            *(meeting.queries(x) for x in rows),
+            meeting.queries(lse_BSN),
+            meeting.queries(delta_BSN),
+            meeting.queries(do_BSNH),
         )
         return meeting.sum_queries(dq), meeting.sum_keys(dk), meeting.sum_keys(dv)
 
@@ -105,9 +115,9 @@ def _backward(ring: Ring, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[Any, 
         dkv = tuple(a + more.astype(a.dtype) for a, more in zip(arrived, more_dkv, strict=True))
         return (dq + more_dq, dkv, next_kv), None
 
-    kv = ring.send((k_BSKH, v_BSKH), "ring/kv")
+    kv = first or ring.send((k_BSKH, v_BSKH), "ring/kv")
     own = _own_visible(ring, q_BSNH.shape[1], segments_BS)
-    dq, *own_dkv = attend_backward(q_BSNH, k_BSKH, v_BSKH, own, *rows)
+    dq, *own_dkv = attend_backward(q_BSNH, k_BSKH, v_BSKH, own, lse_BSN, delta_BSN, do_BSNH)
 
     # The first visitor's gradients begin here, so they have not travelled yet.
     next_kv = ring.send(kv, "ring/kv") if n > 2 else kv
