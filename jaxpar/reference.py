@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.model.config import ModelConfig
-from jaxpar.model.parallel import Parallel
+from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.model.transformer import Params, init_params
 from jaxpar.text import Batch
 from jaxpar.train import Metrics, TrainState, apply_gradients, run_once, token_loss
@@ -44,18 +44,18 @@ def plain_step(
     """
     parallel = parallel or Parallel()
 
-    def mean_loss(params: Params, batch: Batch) -> jax.Array:
-        total = token_loss(config, params, batch, parallel, jnp.dtype(compute_dtype))
-        return total / count(batch).astype(jnp.float32)
+    def mean_loss(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
+        total, stats = token_loss(config, params, batch, parallel, jnp.dtype(compute_dtype))
+        return total / count(batch).astype(jnp.float32), stats
 
     def count(batch: Batch) -> jax.Array:
         return jnp.sum(batch.mask_BS != 0, dtype=jnp.int32)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, gradients = jax.value_and_grad(mean_loss)(state.params, batch)
+        (loss, stats), gradients = jax.value_and_grad(mean_loss, has_aux=True)(state.params, batch)
         norm = optax.tree.norm(gradients)
         clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradients, optax.EmptyState())
         new_state = apply_gradients(state, clipped, optimizer)
-        return new_state, Metrics(loss, norm, count(batch))
+        return new_state, Metrics(loss, norm, count(batch), stats)
 
     return step

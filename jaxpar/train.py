@@ -24,11 +24,17 @@ from jaxpar.collectives import vary
 from jaxpar.compat import varying_axes
 from jaxpar.errors import PlanError, require_positive, require_whole, shown
 from jaxpar.model.config import ModelConfig
-from jaxpar.model.parallel import Parallel
+from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.model.transformer import Params, abstract_model, init_params
-from jaxpar.strategies import compose
+from jaxpar.strategies import compose, context
 from jaxpar.strategies.clip import clip, global_norm
-from jaxpar.strategies.data import count_tokens, reduce_gradients, start_gradients, sum_loss
+from jaxpar.strategies.data import (
+    count_tokens,
+    reduce_gradients,
+    start_gradients,
+    sum_loss,
+    sum_stats,
+)
 from jaxpar.strategies.plan import BATCH_AXES, Plan
 from jaxpar.text import Batch
 
@@ -41,11 +47,16 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Scalars of one step, the same on every device; `num_tokens` are the valid ones."""
+    """What one step measured, the same on every device.
+
+    loss, gradient_norm, num_tokens: scalars; the tokens are the valid ones.
+    stats: what layers counted, summed over all tokens, [L, ..] each; dense layers count nothing.
+    """
 
     loss: Array
     gradient_norm: Array
     num_tokens: Array
+    stats: Stats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +121,17 @@ class TrainStep:
 
     @cached_property
     def batch_spec(self) -> PartitionSpec:
-        """Of tokens, labels and mask, global [B, S]."""
-        return PartitionSpec(self.plan.in_mesh_order(BATCH_AXES) or None)
+        """Of tokens, labels and mask, global [B, S], once they are in the order of `place`."""
+        rows = self.plan.in_mesh_order(BATCH_AXES) or None
+        tokens = tuple(axis for axis in context.AXES if self.plan.size(axis) > 1)
+        return PartitionSpec(rows, tokens) if tokens else PartitionSpec(rows)
+
+    @cached_property
+    def batch_specs(self) -> Batch:
+        """Of a whole batch. Documents are told of all of a row's tokens: attention asks for it."""
+        spec = self.batch_spec
+        documents = PartitionSpec(spec[0]) if self.plan.packed else None
+        return Batch(spec, spec, spec, documents)
 
     # --- using it ----------------------------------------------------------------------------
 
@@ -156,9 +176,9 @@ class TrainStep:
                 )
 
     def place(self, batch: Batch) -> Batch:
-        """A global batch spread over the mesh.
+        """A global batch spread over the mesh, tokens in the order of the plan's context layout.
 
-        Raises PlanError for another shape or dtype, and for NumPy arrays with tokens outside the
+        A batch whose tokens lie on the mesh that way already is taken for placed. Raises PlanError for another shape or dtype, and for NumPy arrays with tokens outside the
         vocabulary or without any valid token (what is on a device already is not read back).
         """
         if not isinstance(batch, Batch):
@@ -168,6 +188,14 @@ class TrainStep:
             )
         want = self.plan.batch_size, self.plan.seq_len
         for name, array in batch._asdict().items():
+            if name == "segments_BS" and not self.plan.packed and array is None:
+                continue
+            if name == "segments_BS" and (array is None or not self.plan.packed):
+                raise PlanError(
+                    f"packed={self.plan.packed}, and segments_BS is "
+                    f"{'missing' if array is None else 'there'}: rows of several documents need "
+                    f"both. Corpus.batch(packed=True) makes such rows."
+                )
             dtype = "float32" if name == "mask_BS" else "int32"
             if not isinstance(array, np.ndarray | Array):
                 raise PlanError(f"{name} is a {type(array).__name__}; it has to be an array.")
@@ -176,7 +204,7 @@ class TrainStep:
                     f"{name} is {array.dtype}{list(array.shape)}, and has to be "
                     f"{dtype}{list(want)}: batch_size={want[0]} × seq_len={want[1]}."
                 )
-            if name != "mask_BS" and isinstance(array, np.ndarray):
+            if name in ("tokens_BS", "labels_BS") and isinstance(array, np.ndarray):
                 low, high = int(array.min()), int(array.max())
                 if low < 0 or high >= self.config.vocab:
                     raise PlanError(
@@ -188,12 +216,18 @@ class TrainStep:
                 "mask_BS is 0 everywhere, so there is no token to divide the loss by. "
                 "Leave this batch out."
             )
-        return jax.device_put(batch, NamedSharding(self.mesh, self.batch_spec))
+        shardings = jax.tree.map(partial(NamedSharding, self.mesh), self.batch_specs)
+        order = context.token_order(self.plan)
+        tokens = batch.tokens_BS
+        is_placed = isinstance(tokens, Array) and tokens.sharding == shardings.tokens_BS
+        if order is not None and not is_placed:
+            batch = jax.tree.map(lambda array: array[:, order], batch)
+        return jax.device_put(batch, shardings)
 
     @cached_property
     def jitted(self) -> Any:
         """The step as a jitted function of (state, batch), for tracing, compiling and auditing."""
-        specs = self.specs, Batch(*3 * [self.batch_spec])
+        specs = self.specs, self.batch_specs
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             return jax.shard_map(
@@ -217,7 +251,8 @@ class TrainStep:
         state = jax.tree.map(sharded, jax.eval_shape(partial(self._init, 0)), self.specs)
         shape = self.plan.batch_size, self.plan.seq_len
         tokens, mask = (jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.float32))
-        return state, Batch(*(sharded(x, self.batch_spec) for x in (tokens, tokens, mask)))
+        batch = Batch(tokens, tokens, mask, tokens if self.plan.packed else None)
+        return state, jax.tree.map(sharded, batch, self.batch_specs)
 
     # --- what one device does ----------------------------------------------------------------
 
@@ -232,7 +267,7 @@ class TrainStep:
 
         num_tokens = count_tokens(batch.mask_BS)
         params = start_gradients(state.params, reduced_axes)
-        loss, gradients = accumulate(
+        (loss, stats), gradients = accumulate(
             partial(self._loss, num_tokens=num_tokens, parallel=parallel),
             params,
             batch,
@@ -242,15 +277,15 @@ class TrainStep:
         gradients = reduce_gradients(gradients, reduced_axes, jnp.dtype(self.plan.reduce_dtype))
         norm = global_norm(gradients, split_axes)
         new_state = apply_gradients(state, clip(gradients, norm, self.clip_norm), self.optimizer)
-        return new_state, Metrics(loss, norm, num_tokens)
+        return new_state, Metrics(loss, norm, num_tokens, sum_stats(stats))
 
     def _loss(
         self, params: Params, batch: Batch, *, num_tokens: Array, parallel: Parallel
-    ) -> Array:
-        """This device's summand of the mean loss per token: a float32 scalar."""
-        return token_loss(
-            self.config, params, batch, parallel, jnp.dtype(self.plan.compute_dtype)
-        ) / num_tokens.astype(jnp.float32)
+    ) -> tuple[Array, Stats]:
+        """This device's summand of the mean loss per token, and what its layers counted."""
+        dtype = jnp.dtype(self.plan.compute_dtype)
+        loss, stats = token_loss(self.config, params, batch, parallel, dtype)
+        return loss / num_tokens.astype(jnp.float32), stats
 
 
 def run_once(make: Callable[[], Any], shardings: Any = None) -> Any:
@@ -263,34 +298,45 @@ def run_once(make: Callable[[], Any], shardings: Any = None) -> Any:
 
 def token_loss(
     config: ModelConfig, params: Params, batch: Batch, parallel: Parallel, dtype: jnp.dtype
-) -> Array:
-    """Sum of the valid tokens' losses, float32 scalar, of whatever part of the batch is given."""
+) -> tuple[Array, Stats]:
+    """Sum of the valid tokens' losses, float32 scalar, of whatever part of the batch is given.
+
+    What layers ask to be minimised beside it is part of the sum; what else they counted comes back
+    as statistics.
+    """
     graphdef, _ = abstract_model(config)
     model = nnx.merge(graphdef, params)
-    loss_BS = model.token_losses(batch.tokens_BS, batch.labels_BS, parallel, dtype)
-    return jnp.sum(jnp.where(batch.mask_BS != 0, loss_BS, 0.0))
+    loss_BS, stats = model.token_losses(batch, parallel, dtype)
+    loss = jnp.sum(jnp.where(batch.mask_BS != 0, loss_BS, 0.0))
+    if "objective" in stats:
+        loss += jnp.sum(stats["objective"])
+    return loss, stats
 
 
 def accumulate(
-    loss: Callable[[Params, Batch], Array], params: Params, batch: Batch, num_steps: int
-) -> tuple[Array, Params]:
-    """Loss and gradients of `batch`, added up over `num_steps` micro-batches run in turn.
+    loss: Callable[[Params, Batch], tuple[Array, Stats]],
+    params: Params,
+    batch: Batch,
+    num_steps: int,
+) -> tuple[tuple[Array, Stats], Params]:
+    """Loss, statistics and gradients of `batch`, added up over micro-batches run in turn.
 
     The leading dim of the batch has to be a multiple of `num_steps`.
     """
-    value_and_grad = jax.value_and_grad(loss)
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if num_steps == 1:
         return value_and_grad(params, batch)
 
     def add(total: Any, micro_batch: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, value_and_grad(params, micro_batch)), None
 
-    def zeros(x: Array) -> Array:
-        return vary(jnp.zeros_like(x), tuple(varying_axes(x)))
+    def zeros(x: Any) -> Array:
+        return vary(jnp.zeros(x.shape, x.dtype), tuple(varying_axes(x)))
 
     micro_batches = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), batch)
-    no_loss = vary(jnp.float32(0), tuple(varying_axes(batch.tokens_BS)))
-    total, _ = lax.scan(add, (no_loss, jax.tree.map(zeros, params)), micro_batches)
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    nothing = jax.tree.map(zeros, jax.eval_shape(value_and_grad, params, first))
+    total, _ = lax.scan(add, nothing, micro_batches)
     return total
 
 

@@ -4,8 +4,7 @@ Dims: B batch, S sequence (S' where it may be split), D embed, N query heads, K 
 H head dim, F mlp hidden, V vocabulary. Inside a module, sizes are read off the arrays, never off
 the configuration: the arrays are shards.
 
-Sources: RMSNorm, Zhang & Sennrich 2019; RoPE, Su et al. 2021 §3.2; grouped-query attention,
-Ainslie et al. 2023; SwiGLU, Shazeer 2020.
+Sources: RMSNorm, Zhang & Sennrich 2019; SwiGLU, Shazeer 2020.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from jaxpar.model.attention import rotate
 from jaxpar.model.config import VOCAB_EMBED, ModelConfig
-from jaxpar.model.parallel import Parallel
+from jaxpar.model.parallel import Parallel, Stats
 
 INIT_STD = 0.02  # Radford et al. 2019; outputs are scaled down by the residual depth
 
@@ -42,39 +42,6 @@ class RMSNorm(nnx.Module):
         return (x * inverse_rms * self.scale[...]).astype(x_BSD.dtype)
 
 
-def rotary_angles(seq_len: int, head_dim: int, theta: float) -> tuple[Array, Array]:
-    """cos and sin of position x frequency, float32 [S, H/2] each."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BSNH: Array, rotary: tuple[Array, Array]) -> Array:
-    """Rotate the pairs (i, i + H/2) of every head by their position's angles."""
-    cos, sin = (t[None, :, None, :] for t in rotary)
-    first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BSNH.dtype)
-
-
-def causal_attention(q_BSNH: Array, k_BSKH: Array, v_BSKH: Array) -> Array:
-    """softmax(q·k / √H) v over the past, softmax in float32: [B, S, N, H] in q's dtype.
-
-    N/K consecutive query heads share a key/value head. (`jax.nn.dot_product_attention` is not
-    used: with bfloat16 on a CPU it cannot be compiled under strict dtype promotion.)
-    """
-    B, S, N, H = q_BSNH.shape
-    K = k_BSKH.shape[2]
-    q_BSKGH = q_BSNH.reshape(B, S, K, N // K, H)
-    score_BKGST = jnp.einsum(
-        "bskgh,btkh->bkgst", q_BSKGH, k_BSKH, preferred_element_type=jnp.float32
-    )
-    is_past_ST = jnp.tril(jnp.ones((S, S), jnp.bool_))
-    score_BKGST = jnp.where(is_past_ST, score_BKGST / H**0.5, -jnp.inf)
-    weight_BKGST = jax.nn.softmax(score_BKGST, axis=-1).astype(v_BSKH.dtype)
-    return jnp.einsum("bkgst,btkh->bskgh", weight_BKGST, v_BSKH).reshape(B, S, N, H)
-
-
 class Attention(nnx.Module):
     """Causal grouped-query attention on this device's heads: [B, S', D] -> [B, S', D]."""
 
@@ -86,17 +53,19 @@ class Attention(nnx.Module):
         std = INIT_STD / (2 * config.num_layers) ** 0.5
         self.output = weight((N, H, D), ("heads", "head", "embed"), rngs, std)
 
-    def __call__(self, x_BSD: Array, rotary: tuple[Array, Array], parallel: Parallel) -> Array:
-        h_BSD = parallel.enter(x_BSD)
-        wq_DNH = self.query[...].astype(h_BSD.dtype)
-        wk_DKH = parallel.kv_weight(self.key[...]).astype(h_BSD.dtype)
-        wv_DKH = parallel.kv_weight(self.value[...]).astype(h_BSD.dtype)
-        q_BSNH = rotate(jnp.einsum("bsd,dnh->bsnh", h_BSD, wq_DNH), rotary)
-        k_BSKH = rotate(jnp.einsum("bsd,dkh->bskh", h_BSD, wk_DKH), rotary)
-        v_BSKH = jnp.einsum("bsd,dkh->bskh", h_BSD, wv_DKH)
-        o_BSNH = causal_attention(q_BSNH, k_BSKH, v_BSKH)
-        wo_NHD = self.output[...].astype(h_BSD.dtype)
-        return parallel.leave(jnp.einsum("bsnh,nhd->bsd", o_BSNH, wo_NHD))
+    def __call__(
+        self,
+        x_BSD: Array,
+        rotary: tuple[Array, Array],
+        segments_BS: Array | None,
+        parallel: Parallel,
+    ) -> Array:
+        wk_DKH = parallel.kv_weight(self.key[...])
+        wv_DKH = parallel.kv_weight(self.value[...])
+        q_BSNH, k_BSKH, v_BSKH = parallel.column(x_BSD, self.query[...], wk_DKH, wv_DKH)
+        q_BSNH, k_BSKH = rotate(q_BSNH, rotary), rotate(k_BSKH, rotary)
+        o_BSNH = parallel.attention(q_BSNH, k_BSKH, v_BSKH, segments_BS)
+        return parallel.row(o_BSNH, self.output[...])
 
 
 class MLP(nnx.Module):
@@ -113,19 +82,17 @@ class MLP(nnx.Module):
         self.is_gated = config.mlp == "swiglu"
 
     def __call__(self, x_BSD: Array, parallel: Parallel) -> Array:
-        h_BSD = parallel.enter(x_BSD)
-        up_BSF = jnp.einsum("bsd,df->bsf", h_BSD, self.up[...].astype(h_BSD.dtype))
         if self.is_gated:
-            gate_BSF = jnp.einsum("bsd,df->bsf", h_BSD, self.gate[...].astype(h_BSD.dtype))
+            gate_BSF, up_BSF = parallel.column(x_BSD, self.gate[...], self.up[...])
             hidden_BSF = jax.nn.silu(gate_BSF) * up_BSF
         else:
+            (up_BSF,) = parallel.column(x_BSD, self.up[...])
             hidden_BSF = jax.nn.gelu(up_BSF)
-        down_FD = self.down[...].astype(h_BSD.dtype)
-        return parallel.leave(jnp.einsum("bsf,fd->bsd", hidden_BSF, down_FD))
+        return parallel.row(hidden_BSF, self.down[...])
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP around the residual stream: [B, S', D] -> [B, S', D]."""
+    """Pre-norm attention and MLP around the residual stream."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config)
@@ -133,11 +100,19 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x_BSD: Array, rotary: tuple[Array, Array], parallel: Parallel) -> Array:
+    def __call__(
+        self,
+        x_BSD: Array,
+        rotary: tuple[Array, Array],
+        segments_BS: Array | None,
+        parallel: Parallel,
+    ) -> tuple[Array, Stats]:
+        """[B, S', D] -> [B, S', D], and what the layer counted."""
         with jax.named_scope("attention"):
-            x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, parallel)
+            h_BSD = self.attention_norm(x_BSD)
+            x_BSD = x_BSD + self.attention(h_BSD, rotary, segments_BS, parallel)
         with jax.named_scope("mlp"):
-            return x_BSD + self.mlp(self.mlp_norm(x_BSD), parallel)
+            return x_BSD + self.mlp(self.mlp_norm(x_BSD), parallel), {}
 
 
 class Embedding(nnx.Module):

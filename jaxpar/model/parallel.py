@@ -14,7 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
+
+from jaxpar.model.attention import causal_attention
+
+Stats = dict[str, Array]
+"""What layers count besides their output: sums over this device's tokens, so that they add up over
+micro-batches and devices. "objective" is part of the loss; dense layers count nothing."""
 
 
 def _same(x: Any) -> Any:
@@ -42,19 +48,45 @@ class Parallel:
 
     enter: residual stream [B, S', D] -> the input [B, S, D] of column-parallel matmuls.
     leave: this device's part of a row-parallel product [B, S, D] -> residual stream [B, S', D].
+    gather_matmul: `column` in one piece, where a strategy overlaps entering with the matmuls.
+    matmul_scatter: `row` in one piece, where a strategy overlaps the matmul with leaving.
     kv_weight: key or value projection [D, K, H] -> the heads that this device's queries use.
+    attention: q [B, S, N, H], k and v [B, S, K, H], and None or the documents of all of a row's
+        tokens, on other devices too, [B, all S] -> [B, S, N, H].
+    positions: number of local tokens S -> their positions in the whole sequence, int32 [S].
     embed: table [V', D], tokens [B, S] and a dtype -> residual stream [B, S', D].
     cross_entropy: logits [B, S, V'] and labels [B, S] -> loss per token [B, S].
     gather: a module's state -> the same state with the weights its matmuls need.
     checkpoint: wraps the body that is scanned over layers; decides what the backward recomputes.
+    scan: runs that body over the stacked layers, as `lax.scan` does.
 
     S' is S unless the sequence is split between layers, V' is V unless the vocabulary is split.
     """
 
     enter: Callable[[Array], Array] = _same
     leave: Callable[[Array], Array] = _same
+    gather_matmul: Callable[[Array, tuple[Array, ...]], tuple[Array, ...]] | None = None
+    matmul_scatter: Callable[[Array, Array], Array] | None = None
     kv_weight: Callable[[Array], Array] = _same
+    attention: Callable[[Array, Array, Array, Array | None], Array] = causal_attention
+    positions: Callable[[int], Array] = jnp.arange
     embed: Callable[[Array, Array, jnp.dtype], Array] = lookup
     cross_entropy: Callable[[Array, Array], Array] = cross_entropy
     gather: Callable[[nnx.State], nnx.State] = _same
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _same
+    scan: Callable[[Callable[..., Any], Array, Any], tuple[Array, Any]] = lax.scan
+
+    def column(self, x_BSD: Array, *weights: Array) -> tuple[Array, ...]:
+        """Column-parallel matmuls of one input: [B, S', D], [D, *X] each -> [B, S, *X] each."""
+        weights = tuple(w.astype(x_BSD.dtype) for w in weights)
+        if self.gather_matmul:
+            return self.gather_matmul(x_BSD, weights)
+        h_BSD = self.enter(x_BSD)
+        return tuple(jnp.tensordot(h_BSD, w, 1) for w in weights)
+
+    def row(self, h: Array, w: Array) -> Array:
+        """A row-parallel matmul: [B, S, *X], [*X, D] -> residual stream [B, S', D]."""
+        w = w.astype(h.dtype)
+        if self.matmul_scatter:
+            return self.matmul_scatter(h, w)
+        return self.leave(jnp.tensordot(h, w, w.ndim - 1))

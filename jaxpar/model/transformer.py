@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 
 from jaxpar.errors import ConfigError
+from jaxpar.model.attention import rotary_angles
 from jaxpar.model.config import PRESETS, ModelConfig
-from jaxpar.model.layers import Block, Embedding, RMSNorm, rotary_angles
-from jaxpar.model.parallel import Parallel
+from jaxpar.model.layers import Block, Embedding, RMSNorm
+from jaxpar.model.parallel import Parallel, Stats
+from jaxpar.text import Batch
 
 Params = dict[str, Any]
 """Nested dict of arrays: the parameters, a gradient or an optimizer moment of the whole model."""
@@ -35,23 +37,44 @@ class Transformer(nnx.Module):
         self.config = config
 
     def token_losses(
-        self, tokens_BS: Array, labels_BS: Array, parallel: Parallel, compute_dtype: jnp.dtype
-    ) -> Array:
-        """Cross-entropy of every token: int [B, S], int [B, S] -> float32 [B, S], per shard."""
-        with jax.named_scope("embedding"):
-            embedding = _gathered(self.embedding, parallel)
-            x_BSD = embedding.embed(tokens_BS, parallel, compute_dtype)
-        rotary = rotary_angles(tokens_BS.shape[1], self.config.head_dim, self.config.rope_theta)
+        self, batch: Batch, parallel: Parallel, compute_dtype: jnp.dtype
+    ) -> tuple[Array, Stats]:
+        """Cross-entropy of every token, float32 [B, S], and what the layers counted; per shard."""
+        embedding = self.gathered_embedding(parallel)
+        x_BSD = self.embed(embedding, batch.tokens_BS, parallel, compute_dtype)
+        x_BSD, stats = self.apply_layers(x_BSD, batch, parallel)
+        return self.score(embedding, x_BSD, batch.labels_BS, parallel), stats
 
+    def gathered_embedding(self, parallel: Parallel) -> Embedding:
+        """The embedding, whole as far as this device looks tokens up (and scores, if tied)."""
+        with jax.named_scope("embedding"):
+            return _gathered(self.embedding, parallel)
+
+    def embed(
+        self, embedding: Embedding, tokens_BS: Array, parallel: Parallel, dtype: jnp.dtype
+    ) -> Array:
+        """int [B, S] -> residual stream [B, S', D]."""
+        with jax.named_scope("embedding"):
+            return embedding.embed(tokens_BS, parallel, dtype)
+
+    def apply_layers(self, x_BSD: Array, batch: Batch, parallel: Parallel) -> tuple[Array, Stats]:
+        """This device's layers: [B, S', D] -> [B, S', D], and what each counted, [L, ..]."""
+        segments_BS = batch.segments_BS
+        position_S = parallel.positions(batch.tokens_BS.shape[1])
+        rotary = rotary_angles(position_S, self.config.head_dim, self.config.rope_theta)
         graphdef, stacked = nnx.split(self.layers)
 
-        def layer(x_BSD: Array, state: nnx.State) -> tuple[Array, None]:
+        def layer(x_BSD: Array, state: nnx.State) -> tuple[Array, Stats]:
             block = nnx.merge(graphdef, parallel.gather(state))
-            return block(x_BSD, rotary, parallel), None
+            return block(x_BSD, rotary, segments_BS, parallel)
 
         with jax.named_scope("layers"):
-            x_BSD, _ = lax.scan(parallel.checkpoint(layer), x_BSD, stacked)
+            return parallel.scan(parallel.checkpoint(layer), x_BSD, stacked)
 
+    def score(
+        self, embedding: Embedding, x_BSD: Array, labels_BS: Array, parallel: Parallel
+    ) -> Array:
+        """Cross-entropy of every token: [B, S', D], int [B, S] -> float32 [B, S]."""
         with jax.named_scope("head"):
             h_BSD = parallel.enter(self.norm(x_BSD))
             tied = self.config.tied_embedding

@@ -92,13 +92,11 @@ def _place(parameter: Parameter, plan: Plan, strategies: list[Strategy]) -> Plac
             splits[dim] = axis
         if s.is_partial(parameter):
             partial.update(s.axes)
-    entries = [splits.get(dim) for dim in parameter.dims]
+    entries = [splits.get(dim) for dim in parameter.stacked_dims]
     local = [
-        size // (plan.size(axis) if axis else 1)
-        for size, axis in zip(parameter.shape, entries, strict=True)
+        -(-size // (plan.size(axis) if axis else 1))  # only layers may not divide evenly
+        for size, axis in zip(parameter.stacked_shape, entries, strict=True)
     ]
-    if parameter.num_stacked is not None:
-        entries, local = [None, *entries], [parameter.num_stacked, *local]
     return Placed(
         parameter=parameter,
         spec=PartitionSpec(*entries),

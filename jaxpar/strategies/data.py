@@ -25,8 +25,9 @@ from jax import Array
 
 from jaxpar.collectives import all_reduce, vary
 from jaxpar.model.config import ModelConfig
+from jaxpar.model.parallel import Stats
 from jaxpar.model.transformer import Params
-from jaxpar.strategies.plan import BATCH_AXES, DTYPE_BYTES, DTYPES, Plan
+from jaxpar.strategies.plan import DTYPE_BYTES, DTYPES, LOSS_AXES, TOKEN_AXES, Plan
 from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
 
 CARD = Card(
@@ -45,13 +46,22 @@ def count_tokens(mask_BS: Array) -> Array:
     """Valid tokens of the whole step, int32: the one number the loss is divided by."""
     with jax.named_scope("forward"):
         local_count = jnp.sum(mask_BS != 0, dtype=jnp.int32)
-        return all_reduce(local_count, BATCH_AXES, scope="count_tokens")
+        return all_reduce(local_count, TOKEN_AXES, scope="count_tokens")
 
 
 def sum_loss(local_loss: Array) -> Array:
     """The step's loss from each device's share of it, float32 scalars."""
     with jax.named_scope("forward"):
-        return all_reduce(local_loss, BATCH_AXES, scope="sum_loss")
+        return all_reduce(local_loss, LOSS_AXES, scope="sum_loss")
+
+
+def sum_stats(stats: Stats) -> Stats:
+    """What the layers counted, over all tokens of the step."""
+    with jax.named_scope("forward"):
+        return {
+            name: all_reduce(local, TOKEN_AXES, scope=f"sum_stats/{name}")
+            for name, local in sorted(stats.items())
+        }
 
 
 def start_gradients(params: Params, reduced_axes: Params) -> Params:
@@ -91,13 +101,12 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         for placed in layout
         if placed.reduced_axes
     ]
-    batch_axes = plan.in_mesh_order(BATCH_AXES)
-    if batch_axes:
-        for why, scalar in (("token count", "s32"), ("loss", "f32")):
+    for why, scalar, axes in (("token count", "s32", TOKEN_AXES), ("loss", "f32", LOSS_AXES)):
+        if summed_axes := plan.in_mesh_order(axes):
             rows.append(
                 Expected(
                     kind="all-reduce",
-                    axes=batch_axes,
+                    axes=summed_axes,
                     count=1,
                     payload_bytes=DTYPE_BYTES[scalar],
                     dtype=scalar,
