@@ -244,8 +244,8 @@ class _Validator:
                     if kind not in done:
                         raise self.error(
                             f", stage {stage}",
-                            f"{Action(kind, microbatch, chunk)} is missing. Every stage does F, and "
-                            "B or else both I and W, of every micro-batch in each of its chunks.",
+                            f"{Action(kind, microbatch, chunk)} is missing. Every stage does F, "
+                            "and B or else both I and W, of all micro-batches in all its chunks.",
                         )
                 if halves and Kind.BACKWARD in done:
                     raise self.error(
