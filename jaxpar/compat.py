@@ -31,6 +31,14 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(aval.vma)
 
 
+def scan_inputs(params: Any) -> tuple[int, int]:
+    """How many inputs of a `scan` equation with these parameters stay, and how many are carried."""
+    if "ft_in" in params:  # JAX ≥ 0.12
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
 def backends_are_up() -> bool:
     """Whether JAX has started a backend, after which the number of CPU devices is fixed."""
     from jax._src import xla_bridge

@@ -1,7 +1,9 @@
 """What a program *asks* for: its collectives counted on the jaxpr, before any compiler sees it.
 
-The count is exact: every collective is one equation, and a scan says its length. What depends on
-data (a `while`, branches that ask for different things) has no count, and says so with None.
+The count is exact: every collective is one equation, and a scan says its length; branches that the
+device's place on the mesh and loop counters decide are counted for each device (see branches.py).
+What depends on data (a `while`, other branches that ask for different things) has no count, and
+says so with None.
 
 Compilers rewrite what was asked: they widen dtypes, merge operations, move them out of loops. The
 comparison of this column with the compiled one is what names those rewrites.
@@ -16,7 +18,9 @@ from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, jaxprs_in_params
+from numpy.typing import NDArray
 
+from jaxpar.audit.branches import Path, branch_counts
 from jaxpar.audit.scope import phase_of, scope_of
 from jaxpar.errors import AuditError
 
@@ -42,8 +46,10 @@ _FREE = {"axis_index", "pvary", "pcast"}
 class Asked:
     """One collective of the program; payload_bytes is per execution (see jaxpar.collectives).
 
-    loops: lengths of the scans around it, outermost first; None when how often depends on data.
+    loops: lengths of the scans around it, outermost first; None when how often depends on the
+        device, or on data.
     dtype: by its HLO name.
+    device_counts: executions on each device of the mesh, in its order, where devices differ.
     """
 
     kind: str
@@ -53,10 +59,11 @@ class Asked:
     dtype: str
     phase: str
     scope: str
+    device_counts: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int | None:
-        """Executions per step and device, None when it depends on data."""
+        """Executions per step and device, None when it depends on the device, or on data."""
         return None if self.loops is None else math.prod(self.loops)
 
 
@@ -67,13 +74,14 @@ def asked(jaxpr: Any) -> list[Asked]:
     axes of one device are left out: they move nothing. Raises AuditError for a collective that is
     not known here, rather than leaving it out.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    closed, jaxpr = jaxpr, getattr(jaxpr, "jaxpr", jaxpr)
     if not hasattr(jaxpr, "eqns"):
         raise AuditError(
             f"A {type(jaxpr).__name__} has no jaxpr. Give jitted.trace(*arguments).jaxpr, or "
             "jax.make_jaxpr(f)(*arguments)."
         )
-    found = list(_walk(jaxpr, (), {}, ""))
+    walk = _Walk(closed)
+    found = list(walk.rows(jaxpr, _Times(loops=()), {}, "", ()))
     differentiated = any("transpose(" in path for _, path in found)
     return [
         replace(row, phase=phase_of(path, differentiated), scope=scope_of(path))
@@ -81,45 +89,86 @@ def asked(jaxpr: Any) -> list[Asked]:
     ]
 
 
-def _walk(
-    jaxpr: Jaxpr, loops: tuple[int, ...] | None, sizes: Mapping[str, int], path: str
-) -> Iterator[tuple[Asked, str]]:
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        here = f"{path}/{eqn.source_info.name_stack}"
-        if row := _collective(eqn, loops, sizes):
-            yield row, f"{here}/{name}"
-            continue
-        inner_loops, inner_sizes = loops, sizes
-        if name == "shard_map":
-            inner_sizes = dict(eqn.params["mesh"].shape)
-        elif name == "scan" and loops is not None:
-            inner_loops = (*loops, eqn.params["length"])
-        elif name == "while":
-            inner_loops = None
-        bodies = [
-            list(_walk(getattr(body, "jaxpr", body), inner_loops, inner_sizes, here))
-            for body in jaxprs_in_params(eqn.params)
-        ]
-        if name == "cond":
-            yield from _branches(bodies)
-        else:
+@dataclass(frozen=True, kw_only=True)
+class _Times:
+    """How often a place is reached: by loops around it, or on each device, or nobody knows."""
+
+    loops: tuple[int, ...] | None
+    on_each: NDArray[np.int64] | None = None
+
+    def times(self, length: int) -> _Times:
+        if self.on_each is not None:
+            return _Times(loops=None, on_each=self.on_each * length)
+        return _Times(loops=None if self.loops is None else (*self.loops, length))
+
+
+_UNKNOWN = _Times(loops=None)
+
+
+class _Walk:
+    def __init__(self, closed: Any) -> None:
+        self.closed = closed
+        self._counts: dict[Path, NDArray[np.int64]] | None = None
+
+    @property
+    def counts(self) -> dict[Path, NDArray[np.int64]]:
+        """Of the branches that ask for something, computed when the first one is met."""
+        if self._counts is None:
+            self._counts = branch_counts(self.closed, _decides)
+        return self._counts
+
+    def rows(
+        self, jaxpr: Jaxpr, times: _Times, sizes: Mapping[str, int], path: str, at: Path
+    ) -> Iterator[tuple[Asked, str]]:
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            here, place = f"{path}/{eqn.source_info.name_stack}", (*at, id(eqn))
+            if row := _collective(eqn, times, sizes):
+                yield row, f"{here}/{name}"
+                continue
+            inner_times, inner_sizes = times, sizes
+            if name == "shard_map":
+                inner_sizes = dict(eqn.params["mesh"].shape)
+            elif name == "scan":
+                inner_times = times.times(eqn.params["length"])
+            elif name == "while":
+                inner_times = _UNKNOWN
+            bodies = [getattr(body, "jaxpr", body) for body in jaxprs_in_params(eqn.params)]
+            if name == "cond":
+                yield from self.branches(bodies, times, sizes, here, place)
+                continue
             for body in bodies:
-                yield from body
+                yield from self.rows(body, inner_times, inner_sizes, here, place)
+
+    def branches(
+        self, bodies: list[Jaxpr], times: _Times, sizes: Mapping[str, int], path: str, at: Path
+    ) -> Iterator[tuple[Asked, str]]:
+        """Once where all branches ask for the same; else as often as each device takes each."""
+        asked_by = [list(self.rows(body, times, sizes, path, at)) for body in bodies]
+        first, *others = [[row for row, _ in rows] for rows in asked_by]
+        if all(rows == first for rows in others):
+            yield from asked_by[0]
+            return
+        counts = self.counts.get(at)
+        for branch, body in enumerate(bodies):
+            here = _UNKNOWN if counts is None else _Times(loops=None, on_each=counts[branch])
+            yield from self.rows(body, here, sizes, path, at)
 
 
-def _branches(bodies: list[list[tuple[Asked, str]]]) -> Iterator[tuple[Asked, str]]:
-    """Exact when every branch asks for the same; otherwise nothing is known of how often."""
-    rows = [[row for row, _ in body] for body in bodies]
-    if all(row == rows[0] for row in rows):
-        yield from bodies[0]
-        return
-    for body in bodies:
-        for row, path in body:
-            yield replace(row, loops=None), path
+def _decides(eqn: Any) -> bool:
+    """Whether an equation chooses between branches that communicate."""
+    return eqn.primitive.name == "cond" and any(map(_communicates, jaxprs_in_params(eqn.params)))
 
 
-def _collective(eqn: Any, loops: tuple[int, ...] | None, sizes: Mapping[str, int]) -> Asked | None:
+def _communicates(jaxpr: Any) -> bool:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(
+        eqn.primitive.name in _KINDS or any(map(_communicates, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _collective(eqn: Any, times: _Times, sizes: Mapping[str, int]) -> Asked | None:
     name, params = eqn.primitive.name, eqn.params
     given = params.get("axis_name", params.get("axes", ()))
     given = (given,) if isinstance(given, str) else given
@@ -144,10 +193,18 @@ def _collective(eqn: Any, loops: tuple[int, ...] | None, sizes: Mapping[str, int
     avals = [v.aval for v in (eqn.outvars if kind == "all-gather" else eqn.invars)]
     if kind == "ragged-all-to-all":
         avals = avals[:1]  # the others are the output buffer, offsets and sizes
+    loops, device_counts = times.loops, None
+    if times.on_each is not None:
+        first = int(times.on_each[0])
+        if (times.on_each == first).all():
+            loops = (first,)
+        else:
+            device_counts = tuple(times.on_each.tolist())
     return Asked(
         kind=kind,
         axes=axes,
         loops=loops,
+        device_counts=device_counts,
         payload_bytes=sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals),
         dtype="+".join(sorted({hlo_dtype(aval.dtype) for aval in avals})),
         phase="unknown",

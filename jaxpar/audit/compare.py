@@ -8,7 +8,8 @@ is recognised here, checked to the byte, and named:
 * widened: the backend reduces or gathers in a wider dtype; the elements are the same.
 * hoisted: a gather of what a loop does not change runs once before the loop.
 
-Anything else is a disagreement, with the numbers.
+Anything else is a disagreement, with the numbers. Where devices do different things, as the stages
+of a pipeline do, all of this has to hold on every device; what is shown is the busiest one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Counted(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """Executions per step and device, and the bytes of all of them; None when not known."""
+    """Executions per step and device, and the bytes of all of them; None when not known.
+
+    Where devices differ, the most that any device has of each.
+    """
 
     count: int | None
     payload_bytes: int | None
@@ -130,15 +134,16 @@ def _group_lines(
     compiled: Sequence[Collective],
     audit: Audit,
 ) -> list[Line]:
-    difference, is_hoisted = _compiled_difference(asked, compiled)
-    by_phase = _by_phase(compiled)
+    devices = _devices((*predicted, *asked, *compiled))
+    difference, is_hoisted = _compiled_difference(asked, compiled, devices)
+    by_phase = _by_phase(compiled, devices)
     phases = dict.fromkeys([*(row.phase for row in (*predicted, *asked)), *by_phase])
     lines = []
     for phase in phases:
         mine = [row for row in predicted if row.phase == phase]
         theirs = [row for row in asked if row.phase == phase]
-        differences = [*_difference(mine, theirs), *difference]
-        amounts = _amount(mine), _amount(theirs), by_phase.get(phase)
+        differences = [*_difference(mine, theirs, devices), *difference]
+        amounts = _amount(mine, devices), _amount(theirs, devices), by_phase.get(phase)
         lines.append(
             Line(
                 kind=group[0],
@@ -158,34 +163,36 @@ def _group_lines(
 # --- predicted = asked -----------------------------------------------------------------------
 
 
-def _difference(predicted: Sequence[Counted], asked: Sequence[Asked]) -> list[str]:
+def _difference(
+    predicted: Sequence[Counted], asked: Sequence[Asked], devices: Devices
+) -> list[str]:
     """What one column has and the other has not, in words; empty when they are equal."""
-    if any(row.count is None for row in asked):
+    if not all(map(_is_known, asked)):
         return ["how often it is asked for depends on data"]
-    mine, theirs = _executions(predicted), _executions(asked)
+    mine, theirs = _executions(predicted, devices), _executions(asked, devices)
     only = [("predicted, not asked", mine - theirs), ("asked, not predicted", theirs - mine)]
     return [
-        f"{what}: " + ", ".join(f"{n} × {size:,} B {dtype}" for (dtype, size), n in rows.items())
+        f"{what}: "
+        + ", ".join(
+            f"{n} × {size:,} B {dtype}" + ("" if device is None else f" on device {device}")
+            for (dtype, size, device), n in rows.items()
+        )
         for what, rows in only
         if rows
     ]
 
 
-def _executions(rows: Sequence[Counted]) -> Counter[tuple[str, int]]:
-    total: Counter[tuple[str, int]] = Counter()
-    for row in rows:
-        total[row.dtype, row.payload_bytes] += row.count or 0
-    return total
-
-
-def _amount(rows: Sequence[Counted]) -> Amount:
-    counts = [row.count for row in rows]
+def _amount(rows: Sequence[Counted], devices: Devices) -> Amount:
+    dtype = "+".join(sorted({row.dtype for row in rows}))
+    if not all(map(_is_known, rows)):
+        return Amount(count=None, payload_bytes=None, dtype=dtype)
+    counts = [[_count(row, device) for row in rows] for device in devices]
     return Amount(
-        count=None if None in counts else sum(c or 0 for c in counts),
-        payload_bytes=None
-        if None in counts
-        else sum((row.count or 0) * row.payload_bytes for row in rows),
-        dtype="+".join(sorted({row.dtype for row in rows})),
+        count=max(map(sum, counts)),
+        payload_bytes=max(
+            sum(n * row.payload_bytes for n, row in zip(some, rows, strict=True)) for some in counts
+        ),
+        dtype=dtype,
     )
 
 
@@ -200,27 +207,32 @@ def _wire(group: Group, amount: Amount, audit: Audit) -> int | None:
 
 
 def _compiled_difference(
-    asked: Sequence[Asked], compiled: Sequence[Collective]
+    asked: Sequence[Asked], compiled: Sequence[Collective], devices: Devices
 ) -> tuple[list[str], bool]:
     """What the compiled program moves that was not asked for, or the reverse; empty when equal.
 
     Equal also when the same elements go over the wire in a wider dtype, or gathers moved out of
     loops; the second answer says whether they did.
     """
-    if any(found.count is None for found in compiled):
+    if not all(map(_is_known, compiled)):
         return ["compiled: how often it runs is not known"], False
-    known = [row for row in asked if row.count is not None]
-    have: Counter[tuple[str, int]] = Counter()
+    known = list(filter(_is_known, asked))
+    have: Executions = Counter()
     for found in compiled:
         for buffer in found.buffers:
-            have[buffer.dtype, buffer.payload_bytes] += found.count or 0
-    kept = {dtype for dtype, _ in have}
-    for is_hoisted in (False, True):
-        want = _executions(_hoisted(known, compiled) if is_hoisted else known)
+            for device in devices:
+                have[buffer.dtype, buffer.payload_bytes, device] += _count(found, device)
+    kept = {dtype for dtype, _, _ in have}
+    for is_hoisted in (False, True) if devices == _ALIKE else (False,):
+        want = _executions(_hoisted(known, compiled) if is_hoisted else known, devices)
         if _same(want, have) or _same(_widened(want, keep=kept), have):
             return [], is_hoisted
-    want = _executions(known)
-    totals = [sum(size * n for (_, size), n in rows.items()) for rows in (want, have)]
+    totals = [
+        max(
+            sum(size * n for (_, size, on), n in rows.items() if on == device) for device in devices
+        )
+        for rows in (_executions(known, devices), have)
+    ]
     return ["asked {:,} B, compiled {:,} B".format(*totals)], False
 
 
@@ -268,54 +280,96 @@ def _num_elements(buffer: Asked | Buffer) -> float:
     return buffer.payload_bytes * 8 / DTYPE_BITS.get(buffer.dtype, 8)
 
 
-def _widened(executions: Counter[tuple[str, int]], keep: set[str]) -> Counter[tuple[str, int]]:
+def _widened(executions: Executions, keep: set[str]) -> Executions:
     """The same elements in the dtypes of a backend that computes narrow floats in float32.
 
     A dtype in `keep` is one that the backend does use as it is.
     """
-    total: Counter[tuple[str, int]] = Counter()
-    for (dtype, size), count in executions.items():
+    total: Executions = Counter()
+    for (dtype, size, device), count in executions.items():
         bits = DTYPE_BITS[dtype] if "+" not in dtype else 32
         if dtype.startswith(("bf", "f")) and bits < 32 and dtype not in keep:
-            total["f32", size * 32 // bits] += count
+            total["f32", size * 32 // bits, device] += count
         else:
-            total[dtype, size] += count
+            total[dtype, size, device] += count
     return total
 
 
-def _same(want: Counter[tuple[str, int]], have: Counter[tuple[str, int]]) -> bool:
+def _same(want: Executions, have: Executions) -> bool:
     """Equal buffer by buffer; or, where a backend concatenates buffers, byte by byte per dtype."""
-    return want == have or _bytes_by_dtype(want) == _bytes_by_dtype(have)
+    return +want == +have or _bytes_by_dtype(want) == _bytes_by_dtype(have)
 
 
-def _bytes_by_dtype(executions: Counter[tuple[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = defaultdict(int)
-    for (dtype, size), count in executions.items():
-        total[dtype] += size * count
-    return dict(total)
+def _bytes_by_dtype(executions: Executions) -> dict[tuple[str, int | None], int]:
+    total: Counter[tuple[str, int | None]] = Counter()
+    for (dtype, size, device), count in executions.items():
+        total[dtype, device] += size * count
+    return dict(+total)
 
 
-def _by_phase(compiled: Sequence[Collective]) -> dict[str, Amount]:
+def _by_phase(compiled: Sequence[Collective], devices: Devices) -> dict[str, Amount]:
     """The compiled bytes of each phase, as far as XLA's metadata tells phases apart.
 
     An operation merged from several phases counts as an execution in each of them.
     """
-    counts: dict[str, int] = defaultdict(int)
-    sizes: dict[str, int] = defaultdict(int)
-    dtypes: dict[str, set[str]] = defaultdict(set)
-    unknown: set[str] = set()
-    for found in compiled:
-        for phase in {buffer.phase for buffer in found.buffers}:
-            counts[phase] += found.count or 0
-            unknown |= {phase} if found.count is None else set()
-        for buffer in found.buffers:
-            sizes[buffer.phase] += (found.count or 0) * buffer.payload_bytes
-            dtypes[buffer.phase].add(buffer.dtype)
-    return {
-        phase: Amount(
-            count=None if phase in unknown else counts[phase],
-            payload_bytes=None if phase in unknown else sizes[phase],
-            dtype="+".join(sorted(dtypes[phase])),
+    phases = dict.fromkeys(buffer.phase for found in compiled for buffer in found.buffers)
+    amounts = {}
+    for phase in phases:
+        mine = [
+            (found, [buffer for buffer in found.buffers if buffer.phase == phase])
+            for found in compiled
+        ]
+        mine = [(found, buffers) for found, buffers in mine if buffers]
+        is_known = all(_is_known(found) for found, _ in mine)
+        sizes = [(found, sum(b.payload_bytes for b in buffers)) for found, buffers in mine]
+        amounts[phase] = Amount(
+            count=max(sum(_count(found, on) for found, _ in mine) for on in devices)
+            if is_known
+            else None,
+            payload_bytes=max(
+                sum(_count(found, on) * size for found, size in sizes) for on in devices
+            )
+            if is_known
+            else None,
+            dtype="+".join(sorted({b.dtype for _, buffers in mine for b in buffers})),
         )
-        for phase in counts
-    }
+    return amounts
+
+
+# --- devices that do different things ---------------------------------------------------------
+
+Devices = Sequence[int | None]
+"""The devices to count on, or None alone where all of them do the same."""
+
+Executions = Counter[tuple[str, int, int | None]]
+"""How often a buffer (dtype, bytes) goes over the wire on a device."""
+
+_ALIKE: Devices = (None,)
+
+
+def _devices(rows: Iterable[Any]) -> Devices:
+    on_each = [counts for row in rows if (counts := _device_counts(row)) is not None]
+    return range(min(map(len, on_each))) if on_each else _ALIKE
+
+
+def _device_counts(row: Any) -> tuple[int, ...] | None:
+    return getattr(row, "device_counts", None)
+
+
+def _is_known(row: Any) -> bool:
+    return row.count is not None or _device_counts(row) is not None
+
+
+def _count(row: Any, device: int | None) -> int:
+    on_each = _device_counts(row)
+    if on_each is None or device is None:
+        return row.count or 0
+    return on_each[device]
+
+
+def _executions(rows: Iterable[Any], devices: Devices) -> Executions:
+    total: Executions = Counter()
+    for row in rows:
+        for device in devices:
+            total[row.dtype, row.payload_bytes, device] += _count(row, device)
+    return total

@@ -37,6 +37,8 @@ class Expected:
     """One line of a closed form: `count` executions per step and device of one collective.
 
     payload_bytes is per execution (see jaxpar.collectives), dtype the program's by its HLO name.
+    device_counts are the executions on each device of the mesh, in its order, where devices differ
+    (stages of a pipeline); `count` is then the most of them.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class Expected:
     dtype: str
     phase: Phase
     why: str
+    device_counts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
