@@ -10,21 +10,21 @@ allgather  they are gathered at once (gather.py); nothing hides it, and any mask
 ulysses    heads are exchanged for positions (ulysses.py); bytes shrink with n, at most N devices.
 
 A second axis `ulysses` exchanges heads within each rank of `context`: the ring over slow links,
-heads over fast ones. n = `context`, u = `ulysses` or 1; with context='ulysses' n = 1, u = `context`.
+heads over fast ones. n = `context`, u = `ulysses`; with context='ulysses' n = 1, u = `context`.
 P = B·(S/n)·max(K/u, 1)·H, Q = B·S/(nu)·N·H and R = B·S/(nu)·max(K, u)·H elements of one micro-batch
 on one device, of c bytes in the compute and g in the reduce dtype; per layer and micro-batch:
 
-| Plan.context | collective         | axis    | phase    | count  | payload_bytes | why             |
-|--------------|--------------------|---------|----------|--------|---------------|-----------------|
-| ring         | collective-permute | context | forward  | 2(n-1) | c·P           | k, v go round   |
-|              | collective-permute | context | backward | 2(n-1) | c·P           | k, v, again     |
-|              | collective-permute | context | backward | 2(n-1) | g·P           | their gradients |
-| allgather    | all-gather         | context | forward  | 2      | c·nP          | k, v            |
-|              | all-gather         | context | backward | 2      | c·nP          | k, v, again     |
-|              | reduce-scatter     | context | backward | 2      | g·nP          | their gradients |
-| any, u > 1   | all-to-all         | ulysses | forward  | 2      | c·Q           | q and output    |
-|              | all-to-all         | ulysses | forward  | 2      | c·R           | k, v            |
-|              | all-to-all         | ulysses | backward | 2 + 2  | c·Q, c·R      | the transposes  |
+| Plan.context | collective         | axis    | phase    | count  | payload_bytes | why            |
+|--------------|--------------------|---------|----------|--------|---------------|----------------|
+| ring         | collective-permute | context | forward  | 2(n-1) | c·P           | k, v go round  |
+|              | collective-permute | context | backward | 2(n-1) | c·P           | k, v, again    |
+|              | collective-permute | context | backward | 2(n-1) | g·P           | their gradient |
+| allgather    | all-gather         | context | forward  | 2      | c·nP          | k, v           |
+|              | all-gather         | context | backward | 2      | c·nP          | k, v, again    |
+|              | reduce-scatter     | context | backward | 2      | g·nP          | their gradient |
+| any, u > 1   | all-to-all         | ulysses | forward  | 2      | c·Q           | q, output      |
+|              | all-to-all         | ulysses | forward  | 2      | c·R           | k, v           |
+|              | all-to-all         | ulysses | backward | 2 + 2  | c·Q, c·R      | the transposes |
 
 With remat='full' the forward ones appear once more in phase recompute, just before the backward,
 which then fetches less: 2(n-2) for 2(n-1) permutes of k, v; no gather. All parameters' gradients
