@@ -322,7 +322,7 @@ class Collector:
         names = unmerged(op_name)
         if len(names) != len(arrays):
             names = [op_name] * len(arrays)
-            for user in self.flow.users(computation, found.name):
+            for user in computation.users(found.name):
                 if user.opcode == "get-tuple-element" and user.op_name:
                     index = integer(user.attributes.get("index", ""), f"index of {user.name}")
                     if 0 <= index < len(names):
@@ -338,7 +338,7 @@ class Collector:
         )
 
     def _shape(self, computation: Computation, operand: Operand) -> Shape | None:
-        producer = computation.instructions.get(operand.name)
+        producer = computation.get(operand.name)
         if producer is None:
             return None
         shape = producer.shape

@@ -224,7 +224,7 @@ def _read_bytes(inner: Computation, given: Instruction) -> int:
     read = 0
     todo = [given.name]
     for name in todo:
-        for user in inner.users.get(name, ()):
+        for user in inner.all_users.get(name, ()):
             first = bool(user.operands) and user.operands[0].name == name
             if first and user.opcode in _PARTIAL:
                 read += nbytes(user.shape)

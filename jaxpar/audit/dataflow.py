@@ -7,7 +7,7 @@ gets too long, or that meets a computation called from several places, ends in "
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from jaxpar.audit.reader import Computation, Instruction, Module, Operand
 from jaxpar.audit.shape import integer
@@ -21,18 +21,35 @@ MAX_DEPTH = 16
 SAME_VALUE = frozenset({"copy", "bitcast", "reshape", "copy-start", "copy-done", "opt-barrier"})
 """Opcodes whose result is their first operand, element by element."""
 
+Calls: TypeAlias = "tuple[tuple[Computation, Instruction], ...]"
 
-@dataclass(frozen=True, kw_only=True)
+
 class Place:
-    """A value: a name in a computation, a path into its tuple, and the calls we came in by."""
+    """A value: a name in a computation, a path into its tuple, and the calls we came in by.
 
-    computation: Computation
-    operand: Operand
-    calls: tuple[tuple[Computation, Instruction], ...] = ()
+    Not to be changed. Slots and a cache by hand, since walks make hundreds of thousands of them.
+    """
+
+    __slots__ = ("_instruction", "calls", "computation", "operand")
+
+    def __init__(
+        self,
+        computation: Computation,
+        operand: Operand,
+        calls: Calls = (),
+        instruction: Instruction | None = None,
+    ) -> None:
+        self.computation = computation
+        self.operand = operand
+        self.calls = calls
+        self._instruction = instruction
 
     @property
     def instruction(self) -> Instruction | None:
-        return self.computation.instructions.get(self.operand.name)
+        """What makes the value; None where no line does."""
+        if self._instruction is None:
+            self._instruction = self.computation.get(self.operand.name)
+        return self._instruction
 
 
 class Dataflow:
@@ -53,10 +70,6 @@ class Dataflow:
         self.narrow = "16[" in module.text
         self._invariant: dict[tuple[str, int], bool] = {}
         self._depth = 0
-
-    def users(self, computation: Computation, name: str) -> list[Instruction]:
-        """Instructions of `computation` that read the value `name`."""
-        return computation.users.get(name, [])
 
     def above(self, names: Iterable[str]) -> set[str]:
         """These computations, and whatever runs one of them."""
@@ -128,13 +141,11 @@ class Dataflow:
             return _at(place, found.operands[0], path)
         if found.opcode in ("fusion", "call") and len(found.called) == 1:
             callee = self.module.computations.get(found.called[0][1])
-            if callee is None or callee.root is None:
+            root = None if callee is None else callee.root
+            if callee is None or root is None:
                 return None
-            return Place(
-                computation=callee,
-                operand=Operand(name=callee.root.name, path=path),
-                calls=(*place.calls, (place.computation, found)),
-            )
+            calls = (*place.calls, (place.computation, found))
+            return Place(callee, Operand(root.name, path), calls, root)
         if found.opcode == "while" and path and found.operands:
             body = self.module.computations.get(dict(found.called).get("body", ""))
             if body is not None and self.invariant(body, path[0]):
@@ -161,11 +172,14 @@ class Dataflow:
                 return None
         if number >= len(call.operands):
             return None
-        outside = Place(computation=computation, operand=call.operands[number], calls=calls)
-        return _at(outside, call.operands[number], path)
+        operand = call.operands[number]
+        if path:
+            operand = Operand(operand.name, (*operand.path, *path))
+        return Place(computation, operand, calls)
 
 
 def _at(place: Place, operand: Operand, path: tuple[int, ...]) -> Place:
-    if path or operand.path:
-        operand = Operand(name=operand.name, path=(*operand.path, *path))
-    return Place(computation=place.computation, operand=operand, calls=place.calls)
+    """Another value where `place` is: element `path` of an operand."""
+    if path:
+        operand = Operand(operand.name, (*operand.path, *path))
+    return Place(place.computation, operand, place.calls)

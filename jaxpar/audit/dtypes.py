@@ -53,7 +53,7 @@ def program_dtype(
 
 def _before(flow: Dataflow, computation: Computation, operand: Operand, wire: str) -> str | None:
     """The narrower type from which `operand` was converted, if it was."""
-    maker = computation.instructions.get(operand.name)
+    maker = computation.get(operand.name)
     if maker is not None and maker.opcode == "fusion" and not _converts(flow, maker):
         return None
     end = flow.origin(Place(computation=computation, operand=operand), through=_MOVES)
@@ -61,7 +61,7 @@ def _before(flow: Dataflow, computation: Computation, operand: Operand, wire: st
         return None
     if not end.instruction.operands:
         return None
-    given = end.computation.instructions.get(end.instruction.operands[0].name)
+    given = end.computation.get(end.instruction.operands[0].name)
     return _narrower(given, wire)
 
 
@@ -77,7 +77,7 @@ def _after(
     seen = 0
     while todo:
         place, name, path = todo.pop()
-        for user in flow.users(place, name):
+        for user in place.users(name):
             seen += 1
             if seen > MAX_USERS:
                 return None

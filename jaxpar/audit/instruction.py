@@ -7,8 +7,8 @@ with or without `%`, elided get-tuple-elements. Each part is looked into only wh
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from jaxpar.audit.shape import Shape, close, integer, parse_shape
 
@@ -35,6 +35,7 @@ _OPCODE = re.compile(r"\s+([a-z][\w\-]*)\(")
 _TOKENS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[()\[\]{},]', re.DOTALL)
 _NAME = re.compile(r"%?([^\s%,{}()]+)")
 _FUSED = re.compile(r", kind=\w+, calls=%([^\s,(){}]+)(?=,|\Z)")
+_NAMES = re.compile(r"%[\w.\-]++(?:, %[\w.\-]++)*+")  # operands as XLA prints most of them
 _READ = re.compile(r"%([^\s,(){}#]+)")
 _QUOTED = r'"((?:[^"\\]++|\\.)*+)(?:"|\\?\Z)'  # never fails after its first quote: linear
 _QUOTE = r'"(?:[^"\\]++|\\.)*+"'
@@ -49,8 +50,7 @@ _CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _OP_NAME = re.compile(rf"\bop_name={_QUOTED}", re.DOTALL)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operand:
+class Operand(NamedTuple):
     """A value an instruction reads; `path` is not empty where HLO elides get-tuple-elements."""
 
     name: str
@@ -115,11 +115,14 @@ class Instruction:
         return self._operands
 
     @property
-    def reads(self) -> set[str]:
-        """The names of the operands: what `operands` says, for less."""
+    def reads(self) -> Collection[str]:
+        """The names of the operands, each once, in order: what `operands` says, for less."""
+        if _NAMES.fullmatch(self.operands_text):
+            names = self.operands_text[1:].split(", %")
+            return names if len(names) == 1 else dict.fromkeys(names)
         if "%" in self.operands_text and '"' not in self.operands_text:
-            return set(_READ.findall(self.operands_text))
-        return {operand.name for operand in self.operands}
+            return dict.fromkeys(_READ.findall(self.operands_text))
+        return dict.fromkeys(operand.name for operand in self.operands)
 
     @property
     def attributes(self) -> Mapping[str, str]:
@@ -166,14 +169,18 @@ class Instruction:
 def _operands(opcode: str, text: str) -> tuple[Operand, ...]:
     if opcode in ("constant", "parameter", "iota"):
         return ()
+    if _NAMES.fullmatch(text):
+        return tuple(map(Operand, text[1:].split(", %")))
     parts = split_top(text) if _NESTED.search(text) else text.split(",")
     return tuple(_operand(words[-1]) for words in map(str.split, parts) if words)
 
 
 def _attributes(text: str) -> dict[str, str]:
     pairs = _ATTRIBUTE.findall(text)
-    length = sum(len(key) + len(value) + 3 for key, value in pairs)
-    if length == len(text) and "device_ids" not in text:
+    length = 3 * len(pairs)
+    for key, value in pairs:
+        length += len(key) + len(value)
+    if length == len(text) and ", device_ids=" not in text:
         return dict(reversed(pairs))
     found: dict[str, str] = {}
     previous = ""

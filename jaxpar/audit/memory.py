@@ -10,9 +10,8 @@ writing a result over an operand that is read for the last time, is not seen.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
@@ -25,8 +24,6 @@ NUM_LARGEST = 5
 
 MAX_DEPTH = 64
 """Calls within calls whose temporaries are followed."""
-
-Leaf: TypeAlias = tuple[str, int]  # who allocates it, and which of its results (-1: the only one)
 
 _HOST = "S(5)"  # the memory space of the host, in a layout
 _ALIASES = frozenset({"bitcast", "opt-barrier", "while", "domain", "after-all"})
@@ -74,6 +71,7 @@ def memory(module: Module) -> Memory | None:
 def live_peak(module: Module) -> Live:
     """The peak of a scheduled module, arguments included."""
     assert module.entry is not None
+    updating = module.mentioning(*(f" {opcode}(" for opcode in _IN_PLACE))
     done: dict[str, Live] = {}
     todo = [module.entry]
     while todo:  # callees first, without recursion
@@ -89,45 +87,59 @@ def live_peak(module: Module) -> Live:
             done.update((callee.name, NOTHING) for callee in open_ones)  # ends any circle
             todo.extend(open_ones)
             continue
-        done[todo.pop().name] = _Schedule(module, computation, done).peak()
+        done[todo.pop().name] = _Schedule(module, computation, done, updating).peak()
     return done[module.entry.name]
 
 
 class _Schedule:
-    """One computation: which leaves its values are made of, and from when to when they live."""
+    """One computation: which leaves its values are made of, and from when to when they live.
 
-    def __init__(self, module: Module, computation: Computation, inner: Mapping[str, Live]) -> None:
+    A leaf is an array that an instruction allocates. Leaves are numbered; `sizes`, `begins`, `ends`
+    (in lines) and `makers` (who allocates it, as which of several results, -1 for the only one)
+    tell about each.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        computation: Computation,
+        inner: Mapping[str, Live],
+        updating: Collection[str],
+    ) -> None:
         self.module = module
         self.computation = computation
         self.inner = inner
+        self.updating = updating
         self.is_entry = computation is module.entry
-        self.values: dict[str, tuple[Leaf, ...]] = {}
-        self.sizes: dict[Leaf, int] = {}
-        self.begins: dict[Leaf, int] = {}
-        self.ends: dict[Leaf, int] = {}
+        self.values: dict[str, tuple[int, ...]] = {}
+        self.sizes: list[int] = []
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self.makers: list[tuple[Instruction, int]] = []
 
     def peak(self) -> Live:
         instructions = self.computation.instructions
-        users = self.computation.users
+        users = self.computation.all_users
         if not instructions:
             return NOTHING
-        first = self.computation.line
-        last = first
-        for last_read in instructions.values():
-            last = max(last, last_read.line)
-        for found in instructions.values():
-            self.values[found.name] = made_of = self._leaves(found)
-            readers = users.get(found.name)
+        first = last = self.computation.line
+        values, ends = self.values, self.ends
+        for name, found in instructions.items():
+            values[name] = made_of = self._leaves(found)
+            readers = users.get(name)
             end = readers[-1].line if readers else found.line
             for leaf in made_of:
-                if self.ends.get(leaf, -1) < end:
-                    self.ends[leaf] = end
+                if ends[leaf] < end:
+                    ends[leaf] = end
+            if found.line > last:
+                last = found.line
         self._keep_results(last)
 
-        change = np.zeros(last - first + 2, dtype=np.float64)  # exact to 2^53, and never overflows
-        for leaf, size in self.sizes.items():
-            change[self.begins[leaf] - first] += size
-            change[self.ends[leaf] - first + 1] -= size
+        # Sums of floats are exact to 2^53, and never overflow.
+        sizes = np.array(self.sizes, dtype=np.float64)
+        num_lines = last - first + 2
+        begins, after = np.array(self.begins, int) - first, np.array(self.ends, int) - first + 1
+        change = np.bincount(begins, sizes, num_lines) - np.bincount(after, sizes, num_lines)
         alive = np.cumsum(change)
         inside: dict[int, Live] = {}
         for found in self.computation.calling:
@@ -137,16 +149,22 @@ class _Schedule:
             alive[found.line - first] += most.nbytes
         at = int(np.argmax(alive)) + first
         held = [
-            (size, instructions[leaf[0]])
-            for leaf, size in self.sizes.items()
-            if size and self.begins[leaf] <= at <= self.ends[leaf]
+            (size, maker)
+            for size, begin, end, (maker, _) in zip(
+                self.sizes, self.begins, self.ends, self.makers, strict=True
+            )
+            if size and begin <= at <= end
         ]
         held.extend(inside.get(at, NOTHING).largest)
         held.sort(key=lambda pair: (-pair[0], pair[1].line))
         return Live(nbytes=int(alive[at - first]), largest=tuple(held[:NUM_LARGEST]))
 
-    def _leaves(self, found: Instruction) -> tuple[Leaf, ...]:
+    def _leaves(self, found: Instruction) -> tuple[int, ...]:
         opcode = found.opcode
+        if opcode == "fusion":
+            updates = self.updating and any(name in self.updating for _, name in found.called)
+            over = self._written_over(found) if updates else ()
+            return over or self._new(found, found.shape)
         if opcode == "parameter":
             return self._new(found, found.shape, held_outside=not self.is_entry)
         if opcode == "get-tuple-element":
@@ -156,35 +174,34 @@ class _Schedule:
         if opcode in _ALIASES or opcode.endswith(("-done", "-update")):
             return self._value(found.operands[0].name) if found.operands else ()
         if opcode.endswith("-start"):
-            ends = (user for user in self.computation.users.get(found.name, ()))
+            ends = (user for user in self.computation.all_users.get(found.name, ()))
             done = next((user for user in ends if user.opcode.endswith("-done")), found)
             return self._new(found, done.shape)
-        if over := self._written_over(found):
+        if opcode in _IN_PLACE and (over := self._written_over(found)):
             return over
         return self._new(found, found.shape)
 
-    def _value(self, name: str) -> tuple[Leaf, ...]:
+    def _value(self, name: str) -> tuple[int, ...]:
         return self.values.get(name, ())
 
-    def _new(
-        self, found: Instruction, shape: Shape, held_outside: bool = False
-    ) -> tuple[Leaf, ...]:
+    def _new(self, found: Instruction, shape: Shape, held_outside: bool = False) -> tuple[int, ...]:
+        first = len(self.sizes)
         if isinstance(shape, Array):
-            leaf = (found.name, -1)
             elsewhere = held_outside or _HOST in found.type_text
-            self.sizes[leaf] = 0 if elsewhere else shape.nbytes
-            self.begins[leaf] = self.ends[leaf] = found.line
-            return (leaf,)
+            self.sizes.append(0 if elsewhere else shape.nbytes)
+            self.begins.append(found.line)
+            self.ends.append(found.line)
+            self.makers.append((found, -1))
+            return (first,)
         arrays = list(leaves(shape))
-        made = []
         for index, array in enumerate(arrays):
-            leaf = (found.name, index if len(arrays) > 1 else -1)
-            self.sizes[leaf] = 0 if held_outside else array.nbytes
-            self.begins[leaf] = self.ends[leaf] = found.line
-            made.append(leaf)
-        return tuple(made)
+            self.sizes.append(0 if held_outside else array.nbytes)
+            self.begins.append(found.line)
+            self.ends.append(found.line)
+            self.makers.append((found, index if len(arrays) > 1 else -1))
+        return tuple(range(first, len(self.sizes)))
 
-    def _element(self, found: Instruction) -> tuple[Leaf, ...]:
+    def _element(self, found: Instruction) -> tuple[int, ...]:
         if not found.operands:
             return ()
         made_of = self._value(found.operands[0].name)
@@ -200,21 +217,11 @@ class _Schedule:
         before = sum(len(list(leaves(part))) for part in shape[: int(index)])
         return made_of[before : before + len(list(leaves(shape[int(index)])))]
 
-    def _written_over(self, found: Instruction) -> tuple[Leaf, ...]:
+    def _written_over(self, found: Instruction) -> tuple[int, ...]:
         """The operand that an update overwrites, where nobody reads it later."""
-        updates = found.opcode in _IN_PLACE
-        if found.opcode == "fusion":
-            callees = (self.module.computations.get(name) for _, name in found.called)
-            updates = any(
-                callee is not None and callee.mentions(f" {opcode}(")
-                for callee in callees
-                for opcode in _IN_PLACE
-            )
-        if not updates:
-            return ()
         for operand in found.operands:
             given = self.computation.instructions.get(operand.name)
-            readers = self.computation.users.get(operand.name, [])
+            readers = self.computation.all_users.get(operand.name, [])
             if given is None or operand.path or readers[-1:] != [found]:
                 continue
             if given.shape == found.shape:
@@ -230,39 +237,39 @@ class _Schedule:
         for leaf in results:
             self.ends[leaf] = last
         if self.is_entry:
-            for leaf, size in self.sizes.items():  # arguments are the caller's, all the time
-                if size and self.computation.instructions[leaf[0]].opcode == "parameter":
+            for leaf, (maker, _) in enumerate(self.makers):
+                if maker.opcode == "parameter":  # arguments are the caller's, all the time
                     self.ends[leaf] = last
         for result, place in self._places(len(results)).items():
             leaf = results[result]
-            free = self.begins[leaf] >= self._last_read(place)
-            if leaf != place and place in self.begins and free:
+            if leaf != place and self.begins[leaf] >= self._last_read(place):
                 self.sizes[leaf] = 0
 
-    def _last_read(self, place: Leaf) -> int:
+    def _last_read(self, place: int) -> int:
         """When a parameter is read for the last time, whoever keeps it alive after that."""
-        name, index = place
-        readers = self.computation.users.get(name, [])
+        maker, index = self.makers[place]
+        readers = self.computation.all_users.get(maker.name, [])
         if index < 0:
             return readers[-1].line if readers else 0
         last = 0
         for user in readers:
             if user.opcode == "get-tuple-element" and user.attributes.get("index") == str(index):
-                further = self.computation.users.get(user.name, [])
+                further = self.computation.all_users.get(user.name, [])
                 last = max(last, further[-1].line if further else user.line)
         return last
 
-    def _places(self, num_results: int) -> dict[int, Leaf]:
+    def _places(self, num_results: int) -> dict[int, int]:
         """Which parameter's memory a result may take: a loop's state, or a donated argument."""
         parameters = self.computation.parameters
         if self.is_entry:
             text = (self.module.header or {}).get("input_output_alias", "")
-            pairs = ((int(out or 0), int(given)) for out, given in _ALIASED_OUTPUT.findall(text))
-            return {
-                out: (parameters[given].name, -1)
-                for out, given in pairs
-                if out < num_results and given in parameters
-            }
+            places = {}
+            for out, given in _ALIASED_OUTPUT.findall(text):
+                parameter = parameters.get(int(given))
+                place = () if parameter is None else self._value(parameter.name)
+                if int(out or 0) < num_results and len(place) == 1:
+                    places[int(out or 0)] = place[0]
+            return places
         if len(parameters) != 1 or 0 not in parameters:
             return {}
         state = self._value(parameters[0].name)

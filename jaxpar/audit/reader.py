@@ -12,11 +12,12 @@ from __future__ import annotations
 import gc
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxpar.audit.computation import Computation, occurrences, problem
 from jaxpar.audit.instruction import Instruction, Operand, name_on, parse, split_top
 from jaxpar.audit.shape import integer
 from jaxpar.errors import AuditError
@@ -27,7 +28,9 @@ MAX_PROBLEMS = 20
 """Unreadable lines that are described one by one; further ones are only counted."""
 
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{", re.DOTALL)
-_FOLLOWING = re.compile(r"\n\}[^\n]*+\n\n(ENTRY )?%?([^\s({]++)[^\n]*\{\n")
+_END = re.compile(  # of a computation, and the header of the next where that follows
+    r"\n\}(?:[^\n]*+\n\n(ENTRY )?%?([^\s({]++)[^\n]*\{(?=\n))?"
+)
 _DEFINITION = re.compile(r"\s*(?:ROOT\s+)?%?[^\s=]+\s+=\s+")
 _QUOTED = r'"((?:[^"\\]++|\\.)*+)(?:"|\\?\Z)'  # never fails after its first quote: linear
 _FIELD = re.compile(rf"\b(\w++)=(?:{_QUOTED}|(\d{{1,18}}))", re.DOTALL)
@@ -49,86 +52,6 @@ _COMMUNICATES = ("replica_groups=", "source_target_pairs=", "channel_id=", "Asyn
 _OPCODES = (" all-", " collective-", " ragged-", " reduce-scatter")
 _FOR_ELEMENTS = "to_apply"  # of everything but a call
 _OWN_FRAMES = ("jaxpar/collectives.py",)  # the caller is what a reader wants to see
-
-
-class Computation:
-    """Instructions by name, in the order printed (the schedule, in a scheduled module).
-
-    `line` is where its header stands. `inert` ones neither communicate nor decide what does;
-    `calling` are the instructions that run others, and not only inert ones.
-    """
-
-    def __init__(
-        self, name: str, text: str, start: int, end: int, line: int, read: list[Computation]
-    ) -> None:
-        self.name = name
-        self._all_read = read
-        self.line = line
-        self.inert = True
-        self.calling: list[Instruction] = []
-        self.start = start
-        self.end = end
-        self._text = text
-
-    @cached_property
-    def _read(self) -> tuple[dict[str, Instruction], list[str]]:
-        self._all_read.append(self)
-        instructions: dict[str, Instruction] = {}
-        problems = []
-        lines = self._text[self.start : self.end].split("\n")
-        for number, line in enumerate(lines, self.line):
-            found = parse(line, number)
-            if found is None:
-                if not line or line.isspace():
-                    continue
-                problems.append(_problem(number, "is no instruction", line))
-                continue
-            if found.name in instructions:
-                problems.append(_problem(number, "defines a value a second time", line))
-            instructions[found.name] = found
-        return instructions, problems
-
-    def forget(self) -> None:
-        """Give the memory back; what is asked for again is read again."""
-        for known in ("_read", "users", "root", "parameters"):
-            self.__dict__.pop(known, None)
-
-    def mentions(self, word: str) -> bool:
-        """Whether the text of this computation holds `word`; reads nothing."""
-        return self._text.find(word, self.start, self.end) >= 0
-
-    @property
-    def instructions(self) -> dict[str, Instruction]:
-        return self._read[0]
-
-    @property
-    def problems(self) -> list[str]:
-        return self._read[1]
-
-    @cached_property
-    def users(self) -> Mapping[str, list[Instruction]]:
-        """Who reads a value, by its name; also of names that no line defines."""
-        users: dict[str, list[Instruction]] = {}
-        for found in self.instructions.values():
-            for read in found.reads:
-                users.setdefault(read, []).append(found)
-        return users
-
-    @cached_property
-    def root(self) -> Instruction | None:
-        last = None
-        for last in self.instructions.values():
-            if last.is_root:
-                return last
-        return last
-
-    @cached_property
-    def parameters(self) -> Mapping[int, Instruction]:
-        return {
-            integer(found.operands_text, f"parameter {found.name}"): found
-            for found in self.instructions.values()
-            if found.opcode == "parameter"
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,24 +107,47 @@ class Module:
         """Computations that are not inert, in the order printed."""
         return [found for found in self.computations.values() if not found.inert]
 
-    def find(self, *words: str) -> Iterator[tuple[Computation, Instruction]]:
+    def find(self, *words: str) -> Sequence[tuple[Computation, Instruction]]:
         """Instructions whose line contains one of `words`, in the order printed.
 
         A search of the text, cheaper than reading it. The words may stand anywhere in the line:
         look at the opcode of what comes back.
         """
+        if words not in self._found:
+            self._found[words] = list(self._find(words))
+        return self._found[words]
+
+    def mentioning(self, *words: str) -> set[str]:
+        """The names of the computations whose text holds one of `words`."""
+        offsets = (offset for word in words for offset in occurrences(self.text, word))
+        homes = (self._home(offset) for offset in offsets)
+        return {home.name for home in homes if home is not None}
+
+    def _find(self, words: tuple[str, ...]) -> Iterator[tuple[Computation, Instruction]]:
         starts = set()
         for word in words:
-            for offset in _occurrences(self.text, word):
+            for offset in occurrences(self.text, word):
                 starts.add(self.text.rfind("\n", 0, offset) + 1)
-        homes = list(self.computations.values())
-        ends = [home.end for home in homes]
         for start in sorted(starts):
-            at = bisect_right(ends, start)
-            if at < len(homes) and homes[at].start <= start:
-                found = homes[at].instructions.get(name_on(self.text, start))
-                if found is not None:
-                    yield homes[at], found
+            home = self._home(start)
+            found = home.get(name_on(self.text, start)) if home is not None else None
+            if home is not None and found is not None:
+                yield home, found
+
+    def _home(self, offset: int) -> Computation | None:
+        """The computation around an offset."""
+        homes, ends = self._ends
+        at = bisect_right(ends, offset)
+        return homes[at] if at < len(homes) and homes[at].start <= offset else None
+
+    @cached_property
+    def _ends(self) -> tuple[list[Computation], list[int]]:
+        homes = list(self.computations.values())
+        return homes, [home.end for home in homes]
+
+    @cached_property
+    def _found(self) -> dict[tuple[str, ...], list[tuple[Computation, Instruction]]]:
+        return {}
 
     def undefined(self) -> list[str]:
         """Values that are read and made by no line: lines are missing from the middle.
@@ -212,7 +158,7 @@ class Module:
         missing = [
             f"{name} (read on line {users[0].line})"
             for computation in self.active
-            for name, users in computation.users.items()
+            for name, users in computation.all_users.items()
             if name not in computation.instructions
         ]
         if self.platform == "cpu":
@@ -225,7 +171,7 @@ class Module:
             if used and not used <= self.computations.keys():
                 missing += [
                     f"{name} (read on line {users[0].line})"
-                    for name, users in computation.users.items()
+                    for name, users in computation.all_users.items()
                     if name not in computation.instructions
                 ]
         return missing
@@ -319,18 +265,17 @@ class _Reader:
         """A computation, and those after it without anything between; where to go on."""
         text = self.text
         while True:
-            end = text.find("\n}", start)
-            if end < 0:
-                end = len(text)
+            found = _END.search(text, start)
+            end = found.start() if found else len(text)
+            if found is None:
                 self.problems.append(f"the text ends inside computation {name!r}")
             self._computation(name, is_entry, start, end, number)
-            following = _FOLLOWING.match(text, end)
-            if following is None:
+            if found is None or found[2] is None:
                 number += text.count("\n", start, end) + 1
                 return text.find("\n", end + 1) + 1 or len(text), number
-            number += text.count("\n", start, following.end() - 1)
-            start = following.end() - 1
-            name, is_entry = following[2], bool(following[1])
+            number += text.count("\n", start, found.end())
+            start = found.end()
+            name, is_entry = found[2], found[1] is not None
 
     def finish(self) -> Module:
         if not self.computations:
@@ -369,7 +314,7 @@ class _Reader:
         elif self.table and (row := _TABLE_ROW.match(line)):
             self.tables[self.table][int(row[1])] = row[2] if row[2] is not None else row[3]
         elif line.startswith("}") or _DEFINITION.match(line):
-            self.problems.append(_problem(number, "stands outside any computation", line))
+            self.problems.append(problem(number, "stands outside any computation", line))
         elif line.lstrip().startswith(("module @", "module {", "#loc", "func.func")):
             raise AuditError(
                 f"Line {number} is StableHLO (MLIR), which is not compiled and has no final "
@@ -390,13 +335,13 @@ class _Reader:
     def _computation(self, name: str, is_entry: bool, start: int, end: int, number: int) -> None:
         self.table = ""
         if name in self.computations:
-            self.problems.append(_problem(number, "defines a computation a second time", name))
+            self.problems.append(problem(number, "defines a computation a second time", name))
             del self.computations[name]  # the order stays that of the text
         computation = Computation(name, self.text, start, end, number, self.read)
         self.computations[name] = computation
         if is_entry:
             if self.entry is not None:
-                self.problems.append(_problem(number, "is a second ENTRY", name))
+                self.problems.append(problem(number, "is a second ENTRY", name))
             self.entry = computation
 
     def _activate(self) -> None:
@@ -406,7 +351,7 @@ class _Reader:
         todo = [computations] if self.entry is None else [[self.entry]]
         # A CPU never fuses communication; a text without these attributes is damaged.
         for word in _COMMUNICATES if self.platform == "cpu" else _COMMUNICATES + _OPCODES:
-            for offset in _occurrences(self.text, word):
+            for offset in occurrences(self.text, word):
                 at = bisect_right(ends, offset)
                 if at < len(ends) and computations[at].start <= offset and computations[at].inert:
                     todo.append([computations[at]])
@@ -417,7 +362,8 @@ class _Reader:
                     todo.append(list(self._runs(computation)))
         for computation in computations:
             if not computation.inert:
-                computation.calling = list(filter(self._matters, computation.instructions.values()))
+                instructions = computation.instructions.values()
+                computation.calling = [it for it in instructions if self._matters(it)]
 
     def _runs(self, computation: Computation) -> Iterator[Computation]:
         """The computations that this one runs, but for fusions and functions of elements."""
@@ -430,14 +376,16 @@ class _Reader:
 
     def _matters(self, found: Instruction) -> bool:
         """Whether an instruction runs a computation that is not inert, or not there."""
-        known = self.computations
-        return _may_call(found.attributes_text) and any(
-            name not in known or not known[name].inert for _, name in found.called
-        )
+        if _may_call(found.attributes_text):
+            for _, name in found.called:
+                callee = self.computations.get(name)
+                if callee is None or not callee.inert:
+                    return True
+        return False
 
     def _is_differentiated(self) -> bool:
         """Whether an op_name speaks of a transposition; the opcode has a blank before it."""
-        for offset in _occurrences(self.text, "transpose("):
+        for offset in occurrences(self.text, "transpose("):
             if self.text[offset - 1 : offset] != " ":
                 start = self.text.rfind("\n", 0, offset) + 1
                 name = self.text.rfind('op_name="', start, offset)
@@ -453,11 +401,11 @@ class _Reader:
         offsets = sorted(
             offset
             for word in words
-            for offset in _occurrences(self.text, word)
+            for offset in occurrences(self.text, word)
             if _UNPARTITIONED.match(self.text, offset)
         )
         if not scheduled:
-            for offset in _occurrences(self.text, "sharding={"):
+            for offset in occurrences(self.text, "sharding={"):
                 start = self.text.rfind("\n", 0, offset) + 1
                 end = self.text.find("\n", offset)
                 found = parse(self.text[start : end if end >= 0 else None], 0)
@@ -479,17 +427,6 @@ def _may_call(text: str) -> bool:
         or "computations=" in text
         or "_computation=" in text
     )
-
-
-def _occurrences(text: str, word: str) -> Iterator[int]:
-    at = text.find(word)
-    while at >= 0:
-        yield at
-        at = text.find(word, at + len(word))
-
-
-def _problem(number: int, what: str, line: str) -> str:
-    return f"line {number} {what}: {line.strip()[:60]!r}"
 
 
 def _fields(text: str) -> dict[str, str]:

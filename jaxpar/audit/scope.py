@@ -9,6 +9,7 @@ whole paths one after the other with `;` between.
 
 from __future__ import annotations
 
+import functools
 import re
 
 PHASES = ("forward", "backward", "recompute", "update")
@@ -51,6 +52,7 @@ def phase_of(op_name: str, differentiated: bool) -> str:
     return "update" if differentiated else "forward"
 
 
+@functools.lru_cache(maxsize=1 << 12)  # few names, many times each
 def scope_of(op_name: str) -> str:
     """The `jax.named_scope`s the user wrote, outermost first, joined by "/"; "" when none.
 

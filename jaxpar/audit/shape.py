@@ -71,7 +71,7 @@ class Array:
     dtype: str
     dims: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the array without padding; sub-byte types are packed.
 

@@ -173,7 +173,7 @@ class Slice:
 
     def _trace(self, home: Computation, name: str, path: Path) -> Key | Operation | Unknown | None:
         """What makes an array: another one, a function, or None for a parameter or a call."""
-        found = home.instructions.get(name)
+        found = home.get(name)
         if found is None:
             raise Undecidable(f"{name}, which no line of {home.name} makes")
         if home.problems or (home.root is not None and not home.root.is_root):
@@ -203,7 +203,7 @@ class Slice:
     def _operation(self, home: Computation, found: Instruction, result: Array) -> Operation:
         shapes: list[Array] = []
         for operand in found.operands:
-            maker = home.instructions.get(operand.name)
+            maker = home.get(operand.name)
             if maker is None:
                 raise Undecidable(f"{operand.name}, which no line of {home.name} makes")
             array = _inside(maker.shape, operand.path)
@@ -235,7 +235,7 @@ class Slice:
         if found.opcode == "copy-done":
             return first, (0, *path)
         if found.opcode.endswith(("-done", "-update")):
-            started = home.instructions.get(first.name)
+            started = home.get(first.name)
             plain = started is not None and isinstance(started.shape, Array)
             whole = plain or found.opcode.endswith("-update")
             return first, path if whole else (1, *path)
@@ -299,14 +299,14 @@ class Slice:
         )
 
     def _line(self, home: Computation, name: str) -> int:
-        found = home.instructions.get(name)
+        found = home.get(name)
         return 0 if found is None else found.line
 
     def _slot(
         self, home: Computation, plan: Plan, key: Key, source: Key | Operation | Unknown | None
     ) -> None:
         """A slot for one array, and how to fill it."""
-        found = home.instructions.get(key[0])
+        found = home.get(key[0])
         if isinstance(source, tuple):
             plan.slots[key] = plan.slot(source)
         elif isinstance(source, Unknown) or found is None:
@@ -411,7 +411,7 @@ def _array(found: Instruction, path: Path) -> Array:
 def _same_type(
     home: Computation, given: Operand, path: Path, callee: Computation, number: int
 ) -> bool:
-    maker, parameter = home.instructions.get(given.name), callee.parameters.get(number)
+    maker, parameter = home.get(given.name), callee.parameters.get(number)
     if maker is None or parameter is None:
         return False
     array = _inside(maker.shape, (*given.path, *path))

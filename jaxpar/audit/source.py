@@ -18,9 +18,9 @@ from jaxpar.audit.findings import findings
 from jaxpar.audit.groups import MAX_DEVICES
 from jaxpar.audit.integrity import contradictions
 from jaxpar.audit.memory import memory as memory_of
-from jaxpar.audit.overlap import exposed_by_axes, overlaps
+from jaxpar.audit.overlap import Overlap, exposed_by_axes, overlaps
 from jaxpar.audit.reader import MAX_PROBLEMS, Module, no_collection, read_hlo
-from jaxpar.audit.reading import Reading
+from jaxpar.audit.reading import Reading, Site
 from jaxpar.audit.result import Audit, Finding, Memory, Program
 from jaxpar.audit.skeleton import decided
 from jaxpar.compat import compiled_text
@@ -125,19 +125,7 @@ def _read_and_judged(text: str, given: _Given, compiled: Any) -> Audit:
         text, given.mesh, platform=given.platform, devices_per_host=given.devices_per_host
     )
     beside = overlaps(reading, given.chip)
-    sites = tuple(
-        replace(
-            site,
-            collective=replace(
-                site.collective,
-                exposed_fraction=found.exposed_fraction,
-                num_overlapped=found.num_overlapped,
-                overlapped=found.overlapped,
-                transfer_s=found.transfer_s,
-            ),
-        )
-        for site, found in zip(reading.sites, beside, strict=True)
-    )
+    sites = tuple(map(_with_overlap, reading.sites, beside))
     reading = replace(reading, sites=sites)
     memory = memory_of(reading.module)
     if memory is not None and compiled is not None:
@@ -156,6 +144,21 @@ def _read_and_judged(text: str, given: _Given, compiled: Any) -> Audit:
         memory=memory,
         findings=(*problems, *findings(reading)),
     )
+
+
+def _with_overlap(site: Site, found: Overlap) -> Site:
+    collective = site.collective
+    told = (collective.exposed_fraction, collective.num_overlapped, collective.transfer_s)
+    if told == (found.exposed_fraction, found.num_overlapped, found.transfer_s):
+        return site
+    collective = replace(
+        collective,
+        exposed_fraction=found.exposed_fraction,
+        num_overlapped=found.num_overlapped,
+        overlapped=found.overlapped,
+        transfer_s=found.transfer_s,
+    )
+    return replace(site, collective=collective)
 
 
 def read(

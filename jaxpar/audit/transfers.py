@@ -166,7 +166,7 @@ def sliced_payload(computation: Computation, found: Instruction) -> int | None:
     Its `slice_sizes` are in elements of the first operand. None where that has arrays of different
     types, so that nobody knows which slice is of which.
     """
-    given = computation.instructions.get(found.operands[0].name) if found.operands else None
+    given = computation.get(found.operands[0].name) if found.operands else None
     if given is None or found.operands[0].path:
         return None
     widths = {bit_width(array.dtype) for array in leaves(given.shape)}

@@ -124,7 +124,7 @@ class Waits:
         seen = {(home.name, start.name, first.path)}
         while todo and len(seen) < MAX_STEPS:
             value = todo.popleft()
-            for user in self._reading.flow.users(value.computation, value.name):
+            for user in value.computation.users(value.name):
                 if not value.path and user.opcode.endswith("-done"):
                     yield Wait(start=value.start, done=user, where=value.where, loop=value.loop)
             for step in self._steps(value):
@@ -136,7 +136,7 @@ class Waits:
     def _steps(self, value: _Value) -> Iterator[_Value]:
         """Where a value goes within its computation, into a loop, round it, and out of it."""
         path = value.path
-        for user in self._reading.flow.users(value.computation, value.name):
+        for user in value.computation.users(value.name):
             if not path and user.opcode.endswith("-update"):
                 # SparseCore: the start only loads the program, the update brings the data.
                 begins = user if len(user.operands) > 1 else value.start

@@ -153,11 +153,11 @@ def uses(
     num_users = 0
     while todo:
         value = todo.pop()
-        made = value.computation.instructions.get(value.name)
+        made = value.computation.get(value.name)
         onward: list[_Value] = []
         if made is not None and made is value.computation.root:
             onward += _after(reading, value, made, ends)
-        users = reading.flow.users(value.computation, value.name)
+        users = value.computation.users(value.name)
         num_users += len(users)
         if num_users > MAX_USERS or len(seen) + len(ends) > MAX_USES:
             return None

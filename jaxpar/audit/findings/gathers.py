@@ -146,7 +146,7 @@ def _num_slices(reading: Reading, body: Computation, end: Use) -> int:
     cut = end.instruction
     if cut.opcode != "dynamic-slice" or end.index != 0 or len(cut.operands) < 2:
         return 0
-    given = end.computation.instructions.get(cut.operands[0].name)
+    given = end.computation.get(cut.operands[0].name)
     if given is None or not isinstance(given.shape, Array) or not isinstance(cut.shape, Array):
         return 0
     whole, part = given.shape.dims, cut.shape.dims
@@ -335,7 +335,7 @@ def _reduces(reading: Reading, end: Use, gathered: int) -> bool:
     found = end.instruction
     if end.index >= len(found.operands):
         return False
-    given = end.computation.instructions.get(found.operands[end.index].name)
+    given = end.computation.get(found.operands[end.index].name)
     if given is None or not isinstance(given.shape, Array):
         return False
     dims = given.shape.dims
@@ -382,7 +382,7 @@ def _is_top_call(found: Instruction) -> bool:
 
 
 def _bytes_read(use: Use) -> int:
-    given = use.computation.instructions.get(use.instruction.operands[use.index].name)
+    given = use.computation.get(use.instruction.operands[use.index].name)
     return 0 if given is None else nbytes(given.shape)
 
 

@@ -325,19 +325,22 @@ def _levels(home: Computation, sites: dict[str, Site]) -> dict[str, int]:
     Two on the same level cannot depend on one another. Empty where a value is read before the line
     that makes it, since then this says nothing.
     """
-    levels: dict[str, int] = {}
+    users = home.all_users
+    if not users.keys() <= home.instructions.keys():
+        return {}
+    levels: dict[str, int] = {}  # of those that need one of `sites`
     found_at: dict[str, int] = {}
-    for found in home.instructions.values():
-        level = 0
-        for read in found.reads:
-            before = levels.get(read)
-            if before is None:
-                return {}
-            level = max(level, before)
-        if found.name in sites:
-            found_at[found.name] = level
+    for name, found in home.instructions.items():
+        readers = users.get(name, ())
+        if readers and readers[0].line <= found.line:
+            return {}
+        level = levels.get(name, 0)
+        if name in sites:
+            found_at[name] = level
             level += 1
-        levels[found.name] = level
+        for reader in readers if level else ():
+            if levels.get(reader.name, 0) < level:
+                levels[reader.name] = level
     return found_at
 
 

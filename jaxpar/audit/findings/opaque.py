@@ -57,7 +57,7 @@ def _is_opaque(end: Use, dim: int | None) -> bool:
         return True
     if not (top or found.opcode in _LIBRARY) or dim is None or end.index >= len(found.operands):
         return False
-    given = end.computation.instructions.get(found.operands[end.index].name)
+    given = end.computation.get(found.operands[end.index].name)
     if given is None or not isinstance(given.shape, Array):
         return False
     num_dims = len(given.shape.dims)

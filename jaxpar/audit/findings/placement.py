@@ -116,7 +116,7 @@ class _Work:
                 after.add(other)
         for other in reversed(self.reads):
             if other in before:
-                before |= self.reads[other]
+                before.update(self.reads[other])
         return (other for other in self.reads if other not in after and other not in before)
 
 

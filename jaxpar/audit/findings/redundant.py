@@ -84,7 +84,7 @@ def _is_own_slice(producers: Producers, end: Use, site: Site) -> bool:
     cut = end.instruction
     if end.escapes or cut.opcode != "dynamic-slice" or end.index != 0:
         return False
-    given = end.computation.instructions.get(cut.operands[0].name)
+    given = end.computation.get(cut.operands[0].name)
     num_kept = _num_elements(cut) * site.collective.group_size
     if given is None or not num_kept or _num_elements(given) != num_kept:
         return False

@@ -74,7 +74,7 @@ def _is_piece(producers: Producers, end: Use, group_size: int) -> bool:
     cut = end.instruction
     if end.escapes or cut.opcode != "dynamic-slice" or end.index != 0:
         return False
-    given = end.computation.instructions.get(cut.operands[0].name)
+    given = end.computation.get(cut.operands[0].name)
     if given is None or nbytes(cut.shape) * group_size > nbytes(given.shape):
         return False
     at = Place(computation=end.computation, operand=cut.operands[0], calls=end.calls)

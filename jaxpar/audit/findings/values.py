@@ -84,7 +84,7 @@ class Producers:
         made = end.instruction
         for _ in range(2):  # from done over update to start
             if made is not None and made.opcode.endswith(_DONE) and made.operands:
-                made = end.computation.instructions.get(made.operands[0].name)
+                made = end.computation.get(made.operands[0].name)
         if made is None:
             return None
         key = (end.computation.name, made.name)
@@ -254,5 +254,5 @@ def reducer(reading: Reading, site: Site) -> str:
     root = applied.root if applied is not None else None
     if root is not None and root.opcode == "convert" and root.operands and applied is not None:
         # A reducer that was promoted adds in float32 and rounds what it returns.
-        root = applied.instructions.get(root.operands[0].name)
+        root = applied.get(root.operands[0].name)
     return root.opcode if root is not None else ""
