@@ -25,6 +25,7 @@ from jaxpar.compat import varying_axes
 from jaxpar.errors import PlanError, require_positive, require_whole, shown
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel, Stats
+from jaxpar.model.routing import balanced_bias
 from jaxpar.model.transformer import Params, abstract_model, init_params
 from jaxpar.strategies import compose, context
 from jaxpar.strategies.clip import clip, global_norm
@@ -51,12 +52,25 @@ class Metrics(NamedTuple):
 
     loss, gradient_norm, num_tokens: scalars; the tokens are the valid ones.
     stats: what layers counted, summed over all tokens, [L, ..] each; dense layers count nothing.
+
+    Of the layers with experts, float32 [L] each:
+    imbalance: tokens of the busiest expert over the mean, before any is dropped; 1 is even.
+    dropped_fraction: of the choices of all tokens, those that found no place.
     """
 
     loss: Array
     gradient_norm: Array
     num_tokens: Array
     stats: Stats
+
+    @property
+    def imbalance(self) -> Array:
+        tokens_LE = self.stats["tokens_per_expert"]
+        return tokens_LE.max(axis=-1) / tokens_LE.mean(axis=-1)
+
+    @property
+    def dropped_fraction(self) -> Array:
+        return self.stats["num_dropped"] / self.stats["tokens_per_expert"].sum(axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +192,9 @@ class TrainStep:
     def place(self, batch: Batch) -> Batch:
         """A global batch spread over the mesh, tokens in the order of the plan's context layout.
 
-        A batch whose tokens lie on the mesh that way already is taken for placed. Raises PlanError for another shape or dtype, and for NumPy arrays with tokens outside the
-        vocabulary or without any valid token (what is on a device already is not read back).
+        A batch whose tokens lie on the mesh that way already is taken for placed. Raises PlanError
+        for another shape or dtype, and for NumPy arrays with tokens outside the vocabulary or
+        without any valid token (what is on a device already is not read back).
         """
         if not isinstance(batch, Batch):
             raise PlanError(
@@ -277,7 +292,9 @@ class TrainStep:
         gradients = reduce_gradients(gradients, reduced_axes, jnp.dtype(self.plan.reduce_dtype))
         norm = global_norm(gradients, split_axes)
         new_state = apply_gradients(state, clip(gradients, norm, self.clip_norm), self.optimizer)
-        return new_state, Metrics(loss, norm, num_tokens, sum_stats(stats))
+        stats = sum_stats(stats)
+        new_state = balance_experts(self.config, state, new_state, stats)
+        return new_state, Metrics(loss, norm, num_tokens, stats)
 
     def _loss(
         self, params: Params, batch: Batch, *, num_tokens: Array, parallel: Parallel
@@ -374,6 +391,22 @@ def _mixing_primitives(jaxpr: Any) -> set[str]:
         for body in jaxprs_in_params(eqn.params):
             found |= _mixing_primitives(getattr(body, "jaxpr", body))
     return found
+
+
+def balance_experts(
+    config: ModelConfig, before: TrainState, after: TrainState, stats: Stats
+) -> TrainState:
+    """`after` with the experts' bias moved by its own rule, whatever the optimizer did to it.
+
+    `stats` are those of the whole step. Other models come back as they are.
+    """
+    if not config.bias_rate:
+        return after
+    bias_LE = before.params["layers"]["moe"]["bias"]
+    bias_LE = balanced_bias(bias_LE, stats["tokens_per_expert"], config.bias_rate)
+    layers = after.params["layers"]
+    layers = {**layers, "moe": {**layers["moe"], "bias": bias_LE}}
+    return after._replace(params={**after.params, "layers": layers})
 
 
 def apply_gradients(
