@@ -90,7 +90,7 @@ def explain(
     ] = False,
     compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     reduce_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    remat: Annotated[str, typer.Option(help="none or full.")] = "none",
+    remat: Annotated[str, typer.Option(help="none, selective, dots or full.")] = "none",
     json_path: Json = None,
 ) -> None:
     """A strategy's card, and its closed form for a model on a mesh. Nothing is run."""

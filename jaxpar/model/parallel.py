@@ -15,12 +15,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.model.attention import causal_attention
 
 Stats = dict[str, Array]
 """What layers count besides their output: sums over this device's tokens, so that they add up over
 micro-batches and devices. "objective" is part of the loss; dense layers count nothing."""
+
+COLUMN, ROW = "column", "row"
+"""Names of what `Parallel.column` and `row` return, for policies of what the backward keeps."""
 
 
 def _same(x: Any) -> Any:
@@ -80,13 +84,17 @@ class Parallel:
         """Column-parallel matmuls of one input: [B, S', D], [D, *X] each -> [B, S, *X] each."""
         weights = tuple(w.astype(x_BSD.dtype) for w in weights)
         if self.gather_matmul:
-            return self.gather_matmul(x_BSD, weights)
-        h_BSD = self.enter(x_BSD)
-        return tuple(jnp.tensordot(h_BSD, w, 1) for w in weights)
+            products = self.gather_matmul(x_BSD, weights)
+        else:
+            h_BSD = self.enter(x_BSD)
+            products = tuple(jnp.tensordot(h_BSD, w, 1) for w in weights)
+        return tuple(checkpoint_name(y, COLUMN) for y in products)
 
     def row(self, h: Array, w: Array) -> Array:
         """A row-parallel matmul: [B, S, *X], [*X, D] -> residual stream [B, S', D]."""
         w = w.astype(h.dtype)
         if self.matmul_scatter:
-            return self.matmul_scatter(h, w)
-        return self.leave(jnp.tensordot(h, w, w.ndim - 1))
+            y_BSD = self.matmul_scatter(h, w)
+        else:
+            y_BSD = self.leave(jnp.tensordot(h, w, w.ndim - 1))
+        return checkpoint_name(y_BSD, ROW)

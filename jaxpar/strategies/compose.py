@@ -11,7 +11,6 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar import strategies as package
@@ -113,10 +112,6 @@ def parallel(config: ModelConfig, plan: Plan) -> Parallel:
         mine = s.hooks(config, plan)
         assert s.refines or not hooks.keys() & mine.keys(), f"{s.card.name} replaces others' hooks"
         hooks |= mine
-    if plan.remat == "full":
-        # Recomputing the whole layer includes gathering its weights again, so it also replaces
-        # a strategy's own choice of what to keep.
-        hooks["checkpoint"] = lambda layer: jax.checkpoint(layer, prevent_cse=False)
     return Parallel(**hooks)
 
 

@@ -49,7 +49,10 @@ class Plan:
         or 'ragged', as many as there are, where the backend can.
     compute_dtype: of activations and of the weights in matmuls; master weights are float32.
     reduce_dtype: in which gradients are summed between devices.
-    remat: 'none' keeps what the backward needs; 'full' keeps only the input of each layer.
+    remat: 'none' keeps what the backward needs; 'full' keeps only the input of each layer, 'dots'
+        also the results of its matmuls with weights, 'selective' all but attention's scores.
+    overlap: hide the gathers and scatters of `sequence` behind their matmuls, piece by piece, with
+        pieces sent to the next device or, 'bidirectional', to both neighbours.
     """
 
     mesh: MeshSpec
@@ -66,7 +69,8 @@ class Plan:
     expert_exchange: Literal["padded", "ragged"] = "padded"
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["none", "full"] = "none"
+    remat: Literal["none", "selective", "dots", "full"] = "none"
+    overlap: Literal["none", "unidirectional", "bidirectional"] = "none"
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, MeshSpec):
@@ -79,7 +83,8 @@ class Plan:
         for field, choices in (
             ("compute_dtype", DTYPES),
             ("reduce_dtype", DTYPES),
-            ("remat", ("none", "full")),
+            ("remat", ("none", "selective", "dots", "full")),
+            ("overlap", ("none", "unidirectional", "bidirectional")),
             ("sequence", (True, False)),
             ("context", ("ring", "allgather", "ulysses")),
             ("context_layout", ("zigzag", "contiguous")),

@@ -15,8 +15,8 @@ V = B·S·D·bytes of one micro-batch on one device, L layers, m micro-batches:
 | reduce-scatter | forward   | m(2L+1) | V             | leave attention, MLP and the embedding |
 | all-gather     | backward  | m(2L+1) | V             | the transpose of leaving               |
 | reduce-scatter | backward  | m(2L+1) | V             | the transpose of entering              |
-| all-gather     | recompute | 2mL     | V             | enter again, with remat='full'         |
-| reduce-scatter | recompute | mL      | V             | leave attention again, likewise        |
+| all-gather     | recompute | 2mL     | V             | enter again, remat='full' or 'dots'    |
+| reduce-scatter | recompute | mL      | V             | leave attention again, remat='full'    |
 
 Source: Korthikanti et al. 2022, "Reducing activation recomputation", §4.2.2.
 """
@@ -32,6 +32,7 @@ from jax import Array
 from jaxpar.collectives import all_gather, reduce_scatter
 from jaxpar.errors import PlanError, nearest_multiples
 from jaxpar.model.config import ModelConfig
+from jaxpar.strategies import remat
 from jaxpar.strategies.plan import DTYPES, Plan
 from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
 from jaxpar.strategies.tensor import AXIS, partial_lookup
@@ -81,6 +82,8 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
             why=why,
         )
 
+    if plan.overlap != "none":
+        L = 0  # the layers' are permutes instead (overlap.py)
     each = m * (2 * L + 1)
     rows = [
         row("all-gather", "forward", each, "enter attention and MLP of each layer, and output"),
@@ -88,11 +91,10 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         row("all-gather", "backward", each, "transpose of leaving"),
         row("reduce-scatter", "backward", each, "transpose of entering"),
     ]
-    if plan.remat == "full":
-        rows += [
-            row("all-gather", "recompute", 2 * m * L, "enter attention and MLP again"),
-            row("reduce-scatter", "recompute", m * L, "leave attention again"),
-        ]
+    if L and remat.repeats_enter(plan):
+        rows.append(row("all-gather", "recompute", 2 * m * L, "enter attention and MLP again"))
+    if L and remat.repeats_leave(plan):
+        rows.append(row("reduce-scatter", "recompute", m * L, "leave attention again"))
     return rows
 
 

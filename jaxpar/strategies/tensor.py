@@ -35,6 +35,7 @@ from jax import Array, lax
 from jaxpar.collectives import all_reduce, all_reduce_max, vary
 from jaxpar.errors import PlanError, nearest_divisors
 from jaxpar.model.config import ModelConfig, Parameter
+from jaxpar.strategies import remat
 from jaxpar.strategies.plan import DTYPES, Plan
 from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
 
@@ -135,7 +136,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         row("forward", m * (2 * L + 1), "leave attention and MLP of each layer, and embedding"),
         row("backward", m * (2 * L + 1), "enter attention and MLP of each layer, and output"),
     ]  # fmt: skip
-    if plan.remat == "full" and not plan.sequence:
+    if remat.repeats_leave(plan) and not plan.sequence:
         rows.append(row("recompute", m * L, "leave attention again, to recompute the MLP"))
     rows.append(
         Expected(

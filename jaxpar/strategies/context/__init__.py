@@ -26,9 +26,9 @@ on one device, of c bytes in the compute and g in the reduce dtype; per layer an
 |              | all-to-all         | ulysses | forward  | 2      | c·R           | k, v           |
 |              | all-to-all         | ulysses | backward | 2 + 2  | c·Q, c·R      | the transposes |
 
-With remat='full' the forward ones appear once more in phase recompute, just before the backward,
-which then fetches less: 2(n-2) for 2(n-1) permutes of k, v; no gather. All parameters' gradients
-are summed over both axes at the end of the step (data.py).
+With remat='full' or 'dots' the forward ones appear once more in phase recompute, just before the
+backward, which then fetches less: 2(n-2) for 2(n-1) permutes of k, v; no gather. All parameters'
+gradients are summed over both axes at the end of the step (data.py).
 
 Sources: Liu et al. 2023 (ring attention) §3; Jacobs et al. 2023 (DeepSpeed Ulysses) §3; Llama Team
 2024 §3.3.2 (all-gather, zigzag); Fang and Zhao 2024 (ring × Ulysses).
@@ -46,8 +46,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpar.errors import PlanError, nearest_divisors, nearest_multiples
-from jaxpar.model.attention import causal_attention
 from jaxpar.model.config import ModelConfig
+from jaxpar.strategies import remat
 from jaxpar.strategies.context.gather import Gather, gathered_attention
 from jaxpar.strategies.context.layout import SequenceLayout
 from jaxpar.strategies.context.ring import Ring, ring_attention
@@ -77,7 +77,7 @@ def attention(plan: Plan) -> Attention:
     layout, reduce_dtype = sequence_layout(plan), jnp.dtype(plan.reduce_dtype)
     inner: Attention
     if layout.num_ranks == 1:
-        inner = causal_attention
+        inner = remat.attention_core(plan)
     elif plan.context == "ring":
         ring = Ring(
             axis=AXIS,
@@ -102,7 +102,7 @@ def repeats_attention(plan: Plan) -> bool:
 
     What it brought a second time is then still there, and the backward need not fetch it a third.
     """
-    return plan.remat == "full"
+    return remat.repeats_attention(plan)
 
 
 # --- where tokens are ------------------------------------------------------------------------
