@@ -14,6 +14,7 @@ may be one that is read for the last time in this very slot.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -106,17 +107,17 @@ def _allocate(schedule: Schedule, values: list[_Value]) -> Stash:
             waits[value.stage].append(value)
     peaks = []
     for stage, mine in enumerate(waits):
-        waiting: list[tuple[int, int]] = []  # (slot of the last use, place)
+        waiting: list[tuple[int, int]] = []  # a heap of (slot of the last use, place)
         free: list[int] = []
         num_places = 0
         for value in sorted(mine, key=lambda value: value.start):
-            free += [place for end, place in waiting if end <= value.start]
-            waiting = [(end, place) for end, place in waiting if end > value.start]
+            while waiting and waiting[0][0] <= value.start:
+                free.append(heapq.heappop(waiting)[1])
             if not free:
                 free.append(num_places)
                 num_places += 1
             place = free.pop()
-            waiting.append((value.end, place))
+            heapq.heappush(waiting, (value.end, place))
             (own if value.is_own else arrival)[value.start][stage] = place
             if value.forward is not None and value.forward > value.start:
                 forward[value.forward][stage] = place

@@ -47,16 +47,16 @@ def read_csv(
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ScheduleError(
-                f"{path} is larger than the {MAX_BYTES >> 20} MiB a table may have."
-            )
-        text = content.decode("utf-8-sig")
     except OSError as error:
         raise ScheduleError(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
-        what = "not a path" if "\0" in str(path) else "no text in UTF-8, so no CSV table"
-        raise ScheduleError(f"{shown(str(path))} is {what}.") from error
+    except ValueError as error:  # a zero byte
+        raise ScheduleError(f"{shown(str(path))} is no path: {error}.") from None
+    if len(content) > MAX_BYTES:
+        raise ScheduleError(f"{path} is larger than {MAX_BYTES >> 20} MiB: no such table.")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path} is no text in UTF-8, so no CSV table: {error}.") from None
     return from_csv(
         text,
         path.stem,
