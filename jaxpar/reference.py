@@ -15,9 +15,18 @@ import optax
 
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel, Stats
+from jaxpar.model.routing import drop_over_capacity
 from jaxpar.model.transformer import Params, init_params
+from jaxpar.strategies.plan import Plan
 from jaxpar.text import Batch
-from jaxpar.train import Metrics, TrainState, apply_gradients, run_once, token_loss
+from jaxpar.train import (
+    Metrics,
+    TrainState,
+    apply_gradients,
+    balance_experts,
+    run_once,
+    token_loss,
+)
 
 
 def reference_init(
@@ -26,6 +35,15 @@ def reference_init(
     """The state that TrainStep.init makes, whole, on one device."""
     params = run_once(partial(init_params, config, seed))
     return TrainState(params, optimizer.init(params))
+
+
+def one_device(plan: Plan) -> Parallel:
+    """What a plan changes about the mathematics, and so on one device too: who drops tokens."""
+    if plan.experts == "dropless":
+        return Parallel()
+    return Parallel(
+        drop=partial(drop_over_capacity, factor=plan.capacity_factor, policy=plan.drop_policy)
+    )
 
 
 def plain_step(
@@ -56,6 +74,7 @@ def plain_step(
         norm = optax.tree.norm(gradients)
         clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradients, optax.EmptyState())
         new_state = apply_gradients(state, clipped, optimizer)
+        new_state = balance_experts(config, state, new_state, stats)
         return new_state, Metrics(loss, norm, count(batch), stats)
 
     return step

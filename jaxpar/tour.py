@@ -25,7 +25,7 @@ from jaxpar.model.config import ModelConfig, preset
 from jaxpar.model.transformer import Params
 from jaxpar.numerics import relative_error
 from jaxpar.predict.volume import expected
-from jaxpar.reference import plain_step, reference_init
+from jaxpar.reference import one_device, plain_step, reference_init
 from jaxpar.strategies import compose
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.strategy import Variant
@@ -127,6 +127,7 @@ def take_tour(
 ) -> Tour:
     """Run every variant of every strategy (or those named in `only`) on CPU devices.
 
+    `config` is the model of all rows but those that name their own, `tiny` unless given.
     `progress(name, done, total)` is called before each row and once at the end. Raises PlanError
     for a name that no strategy has, MeshError when JAX is already running with too few devices.
     """
@@ -140,14 +141,25 @@ def take_tour(
         corpus.batch(step, batch_size=batch_size, seq_len=seq_len) for step in range(num_steps)
     ]
     optimizer = default_optimizer()
+    references: dict[Any, Trained] = {}
+
+    def reference(config: ModelConfig, plan: Plan) -> Trained:
+        """Of this model on one device, which drops the tokens that the plan drops."""
+        places = plan.experts, plan.capacity_factor, plan.drop_policy
+        key = config, places if config.num_experts else None
+        if key not in references:
+            run = jax.jit(plain_step(config, optimizer, parallel=one_device(plan)))
+            references[key] = train(reference_init(config, optimizer), run, batches)
+        return references[key]
+
     progress("one device", 0, len(variants) + 1)
-    run_plain = jax.jit(plain_step(config, optimizer))
-    reference = train(reference_init(config, optimizer), run_plain, batches)
     rows = []
     for i, (variant, plan) in enumerate(zip(variants, plans, strict=True)):
+        model = preset(variant.model) if variant.model else config
+        want = reference(model, plan)
         progress(variant.name, i + 1, len(variants) + 1)
-        step = TrainStep(config=config, plan=plan, optimizer=optimizer)
-        rows.append(take_row(variant.name, step, batches, reference))
+        step = TrainStep(config=model, plan=plan, optimizer=optimizer)
+        rows.append(take_row(variant.name, step, batches, want))
     progress("done", len(variants) + 1, len(variants) + 1)
     return Tour(
         seconds=time.perf_counter() - started,

@@ -274,7 +274,7 @@ def test_drop_policy_is_what_a_loop_would_do(policy):
         for e in range(E):
             takers = [(s, k) for s, k in np.argwhere(expert[b] == e) if mask[b, s]]
             if policy == "weight":
-                takers.sort(key=lambda at: -weight[b, at[0], at[1]])
+                takers.sort(key=lambda at: -weight[b, at[0], at[1]].astype(jnp.bfloat16))
             for s, k in takers[:limit]:
                 want[b, s, k] = True
     assert (kept == want).all()

@@ -220,6 +220,17 @@ class ModelConfig:
         return layer
 
     @property
+    def num_statistics(self) -> dict[str, int]:
+        """Numbers that all layers count beside their output, by name; empty without experts."""
+        L, E = self.num_layers - self.num_dense_layers, self.num_experts
+        if not E:
+            return {}
+        counted = {"tokens_per_expert": L * E, "num_dropped": L}
+        losses = {"balance_loss": self.balance_weight, "router_z_loss": self.router_z_weight}
+        counted |= {name: L for name, weight in losses.items() if weight}
+        return counted | ({"objective": L} if any(losses.values()) else {})
+
+    @property
     def num_parameters(self) -> int:
         return sum(p.size for p in self.parameters)
 

@@ -17,6 +17,7 @@ from jax import Array
 from jaxpar.model.attention import rotate
 from jaxpar.model.config import VOCAB_EMBED, ModelConfig
 from jaxpar.model.parallel import Parallel, Stats
+from jaxpar.text import Batch
 
 INIT_STD = 0.02  # Radford et al. 2019; outputs are scaled down by the residual depth
 
@@ -104,13 +105,13 @@ class Block(nnx.Module):
         self,
         x_BSD: Array,
         rotary: tuple[Array, Array],
-        segments_BS: Array | None,
+        batch: Batch,
         parallel: Parallel,
     ) -> tuple[Array, Stats]:
         """[B, S', D] -> [B, S', D], and what the layer counted."""
         with jax.named_scope("attention"):
             h_BSD = self.attention_norm(x_BSD)
-            x_BSD = x_BSD + self.attention(h_BSD, rotary, segments_BS, parallel)
+            x_BSD = x_BSD + self.attention(h_BSD, rotary, batch.segments_BS, parallel)
         with jax.named_scope("mlp"):
             return x_BSD + self.mlp(self.mlp_norm(x_BSD), parallel), {}
 

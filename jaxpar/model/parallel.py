@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.model.attention import causal_attention
+from jaxpar.model.routing import ExpertWeights, Routing, every_expert
 
 Stats = dict[str, Array]
 """What layers count besides their output: sums over this device's tokens, so that they add up over
@@ -58,6 +59,10 @@ class Parallel:
     attention: q [B, S, N, H], k and v [B, S, K, H], and None or the documents of all of a row's
         tokens, on other devices too, [B, all S] -> [B, S, N, H].
     positions: number of local tokens S -> their positions in the whole sequence, int32 [S].
+    drop: where tokens go -> the same without those that find no place.
+    experts: tokens [B, S, D], where they go, and experts' weights -> their outputs [B, S, D].
+    sum_counts: tokens per expert on this device -> of all tokens that are balanced as one.
+    count_once: statistics that several devices took of the same tokens -> such that add up.
     embed: table [V', D], tokens [B, S] and a dtype -> residual stream [B, S', D].
     cross_entropy: logits [B, S, V'] and labels [B, S] -> loss per token [B, S].
     gather: a module's state -> the same state with the weights its matmuls need.
@@ -74,6 +79,10 @@ class Parallel:
     kv_weight: Callable[[Array], Array] = _same
     attention: Callable[[Array, Array, Array, Array | None], Array] = causal_attention
     positions: Callable[[int], Array] = jnp.arange
+    drop: Callable[[Routing], Routing] = _same
+    experts: Callable[[Array, Routing, ExpertWeights], Array] = every_expert
+    sum_counts: Callable[[Array], Array] = _same
+    count_once: Callable[[Stats], Stats] = _same
     embed: Callable[[Array, Array, jnp.dtype], Array] = lookup
     cross_entropy: Callable[[Array, Array], Array] = cross_entropy
     gather: Callable[[nnx.State], nnx.State] = _same

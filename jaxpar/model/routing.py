@@ -119,14 +119,18 @@ def drop_over_capacity(routing: Routing, *, factor: float, policy: DropPolicy) -
 
     Which ones are dropped is then decided within a sequence, so it does not depend on how
     sequences are spread over devices and micro-batches. 'position' keeps the first, so that no
-    token depends on later ones; 'weight' keeps those with the largest weight.
+    token depends on later ones; 'weight' keeps those with the largest weight, and of equals the
+    first.
     """
     _, S, K = routing.expert_BSK.shape
     limit = capacity(S, routing.num_experts, K, factor)
     if policy == "position":
         rank_BSK = slots(routing)
     else:
-        weight_BSE = spread(routing, jax.lax.stop_gradient(routing.weight_BSK))
+        # To 8 bits: tokens that differ by rounding errors, as in a run of spaces, have to be equal,
+        # or a mesh decides between them.
+        weight_BSK = jax.lax.reduce_precision(jax.lax.stop_gradient(routing.weight_BSK), 8, 7)
+        weight_BSE = spread(routing, weight_BSK)
         order_BSE = jnp.argsort(-weight_BSE, axis=1, stable=True)
         rank_BSE = jnp.argsort(order_BSE, axis=1)
         rank_BSK = jnp.take_along_axis(rank_BSE, routing.expert_BSK, axis=-1)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxpar.errors import ConfigError
 from jaxpar.model.attention import rotary_angles
-from jaxpar.model.config import PRESETS, ModelConfig
+from jaxpar.model.config import ModelConfig
 from jaxpar.model.layers import Block, Embedding, RMSNorm
+from jaxpar.model.moe import ExpertBlock
 from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.text import Batch
 
@@ -21,16 +21,27 @@ Params = dict[str, Any]
 
 
 class Transformer(nnx.Module):
-    """Embedding, L identical blocks stacked on a leading dim and scanned, norm, unembedding."""
+    """Embedding, L identical blocks stacked on a leading dim and scanned, norm, unembedding.
+
+    A model with experts has them in all blocks but the first few, which are a stack of their own.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def make_layers(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs)
+        def stack(block: type[Block] | type[ExpertBlock], num_layers: int) -> Any:
+            @nnx.split_rngs(splits=num_layers)
+            @nnx.vmap(in_axes=(0,), out_axes=0)
+            def make_layers(rngs: nnx.Rngs) -> Block | ExpertBlock:
+                return block(config, rngs=rngs)
+
+            return make_layers(rngs)
 
         self.embedding = Embedding(config, rngs=rngs)
-        self.layers = make_layers(rngs)
+        if config.num_dense_layers:
+            self.dense_layers = stack(Block, config.num_dense_layers)
+        self.layers = stack(
+            ExpertBlock if config.num_experts else Block,
+            config.num_layers - config.num_dense_layers,
+        )
         self.norm = RMSNorm(config)
         if not config.tied_embedding:
             self.unembedding = Embedding(config, rngs=rngs)
@@ -59,17 +70,24 @@ class Transformer(nnx.Module):
 
     def apply_layers(self, x_BSD: Array, batch: Batch, parallel: Parallel) -> tuple[Array, Stats]:
         """This device's layers: [B, S', D] -> [B, S', D], and what each counted, [L, ..]."""
-        segments_BS = batch.segments_BS
         position_S = parallel.positions(batch.tokens_BS.shape[1])
         rotary = rotary_angles(position_S, self.config.head_dim, self.config.rope_theta)
-        graphdef, stacked = nnx.split(self.layers)
 
-        def layer(x_BSD: Array, state: nnx.State) -> tuple[Array, Stats]:
-            block = nnx.merge(graphdef, parallel.gather(state))
-            return block(x_BSD, rotary, segments_BS, parallel)
+        def apply(layers: Any, x_BSD: Array) -> tuple[Array, Stats]:
+            graphdef, stacked = nnx.split(layers)
 
-        with jax.named_scope("layers"):
+            def layer(x_BSD: Array, state: nnx.State) -> tuple[Array, Stats]:
+                block = nnx.merge(graphdef, parallel.gather(state))
+                return block(x_BSD, rotary, batch, parallel)
+
             return parallel.scan(parallel.checkpoint(layer), x_BSD, stacked)
+
+        if self.config.num_dense_layers:
+            with jax.named_scope("dense_layers"):
+                x_BSD, _ = apply(self.dense_layers, x_BSD)
+        with jax.named_scope("layers"):
+            x_BSD, stats = apply(self.layers, x_BSD)
+            return x_BSD, parallel.count_once(stats)
 
     def score(
         self, embedding: Embedding, x_BSD: Array, labels_BS: Array, parallel: Parallel
@@ -87,24 +105,15 @@ def _gathered(module: Any, parallel: Parallel) -> Any:
     return nnx.merge(graphdef, parallel.gather(state))
 
 
-def check_is_dense(config: ModelConfig) -> None:
-    """Raise ConfigError for a model with expert layers, which no strategy here runs yet."""
-    if config.num_experts:
-        dense = ", ".join(name for name, preset in PRESETS.items() if not preset.num_experts)
-        raise ConfigError(
-            f"{config.name} has num_experts={config.num_experts} per layer, and no strategy here "
-            f"runs expert layers yet: its shapes serve for parameter counts. Presets without "
-            f"experts: {dense}."
-        )
-
-
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
     """The model's structure and its parameters as shapes; costs no memory at any size.
 
-    Raises ConfigError for a model with expert layers, which no strategy here runs yet.
+    Each parameter knows its `path` in the model, for strategies that are given a part of it.
     """
-    check_is_dense(config)
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    for path, param in nnx.to_flat_state(nnx.state(model)):
+        param.set_metadata(path="/".join(map(str, path)))
+    return nnx.split(model)
 
 
 def init_params(config: ModelConfig, seed: int | Array) -> Params:

@@ -17,7 +17,7 @@ from jaxpar import strategies as package
 from jaxpar.errors import PlanError, did_you_mean
 from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.model.parallel import Parallel
-from jaxpar.model.transformer import Params, check_is_dense
+from jaxpar.model.transformer import Params
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.strategy import Layout, Placed, Strategy, Variant
 
@@ -57,8 +57,7 @@ def active_strategies(plan: Plan) -> list[Strategy]:
 
 
 def check(config: ModelConfig, plan: Plan) -> None:
-    """Raise PlanError, or ConfigError for a model that no plan can train; then tracing succeeds."""
-    check_is_dense(config)
+    """Raise PlanError for what this model and this mesh do not allow; then tracing succeeds."""
     strategies = active_strategies(plan)
     served = {axis for s in all_strategies().values() for axis in s.axes}
     for axis, size in plan.mesh.named_axes.items():
@@ -83,25 +82,30 @@ def layout(config: ModelConfig, plan: Plan) -> Layout:
 
 
 def _place(parameter: Parameter, plan: Plan, strategies: list[Strategy]) -> Placed:
+    is_trained = parameter.is_trained and not plan.is_frozen(parameter.path)
     splits: dict[str, str] = {}
     partial: set[str] = set()
     for s in strategies:
         for dim, axis in s.splits(parameter, plan).items():
             assert dim not in splits, f"two strategies split {dim} of {parameter.path}"
             splits[dim] = axis
-        if s.is_partial(parameter):
+        if is_trained and s.is_partial(parameter):
             partial.update(s.axes)
     entries = [splits.get(dim) for dim in parameter.stacked_dims]
     local = [
         -(-size // (plan.size(axis) if axis else 1))  # only layers may not divide evenly
         for size, axis in zip(parameter.stacked_shape, entries, strict=True)
     ]
+    summed = plan.in_mesh_order(partial - set(splits.values()))
+    is_inner = plan.overlap_gradients and parameter.num_stacked is not None
     return Placed(
         parameter=parameter,
         spec=PartitionSpec(*entries),
         split_axes=plan.in_mesh_order(splits.values()),
-        reduced_axes=plan.in_mesh_order(partial - set(splits.values())),
+        reduced_axes=() if is_inner else summed,
         local_shape=tuple(local),
+        inner_axes=summed if is_inner else (),
+        is_trained=is_trained,
     )
 
 

@@ -31,10 +31,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.flatten_util import ravel_pytree
 
 from jaxpar.collectives import all_reduce, all_reduce_max, vary
 from jaxpar.errors import PlanError, nearest_divisors
 from jaxpar.model.config import ModelConfig, Parameter
+from jaxpar.model.parallel import Stats
 from jaxpar.strategies import remat
 from jaxpar.strategies.plan import DTYPES, Plan
 from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
@@ -65,6 +67,19 @@ def enter(x_BSD: Array) -> Array:
 def leave(y_BSD: Array) -> Array:
     """After a row-parallel matmul: one all-reduce forward, nothing backward."""
     return all_reduce(y_BSD, AXIS, scope="leave")
+
+
+def count_once(stats: Stats) -> Stats:
+    """Statistics that each device has taken of the same tokens -> the first one's, for all of them.
+
+    As a sum, so that what of them is part of the loss has its gradient once as well.
+    """
+    if not stats:
+        return stats
+    flat, unravel = ravel_pytree(stats)
+    own = jnp.where(lax.axis_index(AXIS) == 0, flat, 0.0)
+    counted: Stats = unravel(all_reduce(own, AXIS, scope="count_once"))
+    return counted
 
 
 # --- computation on shards -------------------------------------------------------------------
@@ -149,6 +164,18 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
             why="cross-entropy over a split vocabulary: maximum, sum and label",
         )
     )
+    if config.num_experts:
+        rows.append(
+            Expected(
+                kind="all-reduce",
+                axes=(AXIS,),
+                count=m,
+                payload_bytes=4 * sum(config.num_statistics.values()),
+                dtype="f32",
+                phase="forward",
+                why="what layers with experts counted, once for all devices",
+            )
+        )
     return rows
 
 
@@ -157,7 +184,8 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
 
 def check(config: ModelConfig, plan: Plan) -> None:
     n, K = plan.size(AXIS), config.num_kv_heads
-    split = {field: getattr(config, field) for field in ("num_heads", "mlp_hidden", "vocab")}
+    hidden = ("mlp_hidden", "expert_hidden") if config.num_experts else ("mlp_hidden",)
+    split = {field: getattr(config, field) for field in ("num_heads", *hidden, "vocab")}
 
     def fits(n: int) -> bool:
         return (K % n == 0 or n % K == 0) and not (plan.sequence and plan.seq_len % n)
@@ -191,6 +219,7 @@ def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
         "embed": embed,
         "cross_entropy": cross_entropy,
         "kv_weight": lambda w_DKH: kv_weight(w_DKH, config.num_kv_heads),
+        "count_once": count_once,
     }
 
 
@@ -198,7 +227,8 @@ STRATEGY = Strategy(
     card=CARD,
     axes=(AXIS,),
     is_active=lambda plan: plan.size(AXIS) > 1,
-    is_partial=lambda parameter: any(dim in SPLIT_DIMS for dim in parameter.dims),
+    # A router sees what each device's part of the experts makes of its choices.
+    is_partial=lambda parameter: any(dim in (*SPLIT_DIMS, "experts") for dim in parameter.dims),
     check=check,
     splits=splits,
     hooks=hooks,
