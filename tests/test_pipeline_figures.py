@@ -96,6 +96,12 @@ def test_sending_takes_time():
         assert lock_step.makespan == plain + 0.5 * (slots - 1) * (p > 1)
 
 
+def test_a_slot_of_weight_gradients_sends_nothing():
+    rows = ["F0", ""], ["", "F0"], ["", "I0"], ["", "W0"], ["I0", ""], ["W0", ""]
+    s = Schedule(name="mine", num_stages=2, num_microbatches=1, slots=table(*rows))
+    assert simulate(s, Times(send=0.5), lock_step=True).makespan == 6 + 4 * 0.5
+
+
 def test_an_action_starts_when_stage_and_needs_allow_and_not_later():
     for form in FORMS:
         s = schedule(form, 3, 4, 2)

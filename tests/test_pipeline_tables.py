@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from jaxpar import cli
 from jaxpar.errors import ScheduleError
 from jaxpar.strategies.pipeline import drawing
-from jaxpar.strategies.pipeline.builders import build
 from jaxpar.strategies.pipeline.schedule import Schedule
 from jaxpar.strategies.pipeline.simulate import Times, simulate
 from jaxpar.strategies.pipeline.tables import MAX_BYTES, from_csv, read_csv, to_csv
@@ -225,10 +224,11 @@ def test_svg_shows_names_as_they_are_and_loads_nothing():
     assert svg.count("http") == 1
 
 
-def test_what_nobody_could_see_is_not_drawn():
-    s = build("gpipe", num_stages=2, num_microbatches=5000)
+def test_what_nobody_could_see_is_not_drawn(monkeypatch):
+    monkeypatch.setattr(drawing, "MAX_DRAWN", 2 * 8 - 1)
+    s = schedule(("1f1b", False), 2, 3)
     for draw in (lambda: drawing.text(s), lambda: drawing.svg([simulate(s, Times())])):
-        with pytest.raises(ScheduleError, match="Draw fewer micro-batches"):
+        with pytest.raises(ScheduleError, match="A drawing of 8 slots × 2 stages .* are 15 cells"):
             draw()
 
 
@@ -288,12 +288,15 @@ def test_schedule_of_halves(run):
     assert "I7 W7" in out.splitlines()[3]
 
 
-def test_a_table_too_large_to_be_drawn_is_still_told(run):
-    code, out, err = run("1f1b", "--stages", 2, "--microbatches", 5000, "--json", "x.json")
+def test_a_table_too_large_to_be_drawn_is_still_told(run, monkeypatch):
+    monkeypatch.setattr(drawing, "MAX_DRAWN", 10)
+    code, out, err = run("1f1b", "--json", "x.json")
     assert (code, err) == (0, "")
-    assert "A drawing of 10002 slots × 2 stages" in out
-    assert "5000, 0 by stage and direction" in out
-    assert len(json.loads(Path("x.json").read_text())["schedule"]["slots"]) == 10002
+    assert "A drawing of 22 slots × 4 stages" in out
+    assert "8, 8, 8, 0 by stage and direction" in out
+    assert len(json.loads(Path("x.json").read_text())["schedule"]["slots"]) == 22
+    code, out, err = run("1f1b", "--svg", "x.svg")
+    assert (code, out) == (2, "") and "Draw fewer micro-batches" in err
 
 
 @pytest.mark.parametrize(
@@ -314,10 +317,8 @@ def test_a_table_too_large_to_be_drawn_is_still_told(run):
         (["1f1b", "--svg", "nosuch/x.svg"], "Cannot write nosuch/x.svg: no such folder"),
         (["1f1b", "--csv", "."], "Cannot write .: no such folder, or a folder itself."),
         (["1f1b", "--json", "nosuch/x.json"], "Cannot write nosuch/x.json: no such folder"),
-        (
-            ["gpipe", "--stages", "1", "--microbatches", "9000", "--svg", "x.svg"],
-            "shows nobody anything",
-        ),
+        (["mine.csv", "--microbatches", "2"], "stage 0: F1 is missing."),
+        (["mine.csv", "--virtual", "2"], "stage 0: F0.1 is missing."),
     ],
 )
 def test_refusals_are_one_paragraph(run, arguments, message):
