@@ -56,7 +56,7 @@ def test_these_are_all_forms():
 # --- an executor that moves names instead of arrays ----------------------------------------------
 
 
-def run(s, inputs, gradients):
+def run(s, inputs, gradients, keeps_own=True):
     """Carry a table out as an executor does, slot by slot: arrival, reads, actions, writes.
 
     Returns what went wrong first, or the largest numbers of inputs and of gradients that wait on
@@ -86,6 +86,7 @@ def run(s, inputs, gradients):
                 mine = s.global_chunk(stage, action), action.microbatch
                 x_now = mine if action.kind is F and mine[0] == 0 else x_now
                 x = x_now if action.kind is F or x_back == "this forward's" else x_back
+                x = x if keeps_own or mine[0] else mine
                 if x != mine:
                     return f"slot {t}, stage {stage}: {action} gets {x}"
                 if action.kind is F:
@@ -114,10 +115,10 @@ def run(s, inputs, gradients):
 
 
 @settings(max_examples=60, deadline=None)
-@given(schedules())
-def test_every_value_is_where_the_stash_says(s):
-    inputs, gradients = input_stash(s), gradient_stash(s)
-    peaks = run(s, inputs, gradients)
+@given(schedules(), st.booleans())
+def test_every_value_is_where_the_stash_says(s, keeps_own):
+    inputs, gradients = input_stash(s, keeps_own=keeps_own), gradient_stash(s)
+    peaks = run(s, inputs, gradients, keeps_own)
     assert not isinstance(peaks, str), peaks
     assert inputs.peaks == tuple(peak for peak, _ in peaks)
     assert gradients.peaks == tuple(peak for _, peak in peaks)

@@ -65,9 +65,13 @@ class _Value:
         return max(self.backward)
 
 
-def input_stash(schedule: Schedule) -> Stash:
-    """Where the inputs of chunks wait for the actions that compute the chunk again."""
-    return _allocate(schedule, list(_inputs(schedule)))
+def input_stash(schedule: Schedule, *, keeps_own: bool = True) -> Stash:
+    """Where the inputs of chunks wait for the actions that compute the chunk again.
+
+    Without `keeps_own` the first chunk's do not wait: they are made again from the tokens.
+    """
+    values = (value for value in _inputs(schedule) if keeps_own or not value.is_own)
+    return _allocate(schedule, list(values))
 
 
 def gradient_stash(schedule: Schedule) -> Stash:
