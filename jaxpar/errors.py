@@ -105,7 +105,7 @@ def require_positive(
 
 
 def require_choice(
-    error: type[JaxparError], field: str, value: Any, choices: Iterable[str | bool]
+    error: type[JaxparError], field: str, value: Any, choices: Iterable[str | int | None]
 ) -> None:
     """Raise `error` unless `value` is one of `choices`, type included: 1 is not True."""
     choices = list(choices)

@@ -37,6 +37,8 @@ from jaxpar.strategies.data import (
     sum_stats,
 )
 from jaxpar.strategies.plan import BATCH_AXES, Plan
+from jaxpar.strategies.shards import map_paths
+from jaxpar.strategies.strategy import Placed
 from jaxpar.text import Batch
 
 
@@ -128,7 +130,7 @@ class TrainStep:
             self.optimizer,
             lambda _, spec: spec,
             abstract,
-            specs,
+            self._trained(specs),
             transform_non_params=lambda _: PartitionSpec(),
         )
         return TrainState(specs, opt_specs)
@@ -273,21 +275,32 @@ class TrainStep:
 
     def _init(self, seed: int) -> TrainState:
         params = init_params(self.config, seed)
-        return TrainState(params, self.optimizer.init(params))
+        return TrainState(params, self.optimizer.init(self._trained(params)))
+
+    def _trained(self, params: Params) -> Params:
+        """The same tree with None in place of what is frozen."""
+        return map_paths(lambda path, p: None if self.plan.is_frozen(path) else p, params)
+
+    def _reduced_axes(self, placed: Placed) -> tuple[str, ...] | None:
+        return None if self.plan.is_frozen(placed.parameter.path) else placed.reduced_axes
 
     def _local_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        reduced_axes = compose.tree(self.layout, lambda placed: placed.reduced_axes)
+        reduced_axes = compose.tree(self.layout, self._reduced_axes)
         split_axes = compose.tree(self.layout, lambda placed: placed.split_axes)
         parallel = compose.parallel(self.config, self.plan)
 
         num_tokens = count_tokens(batch.mask_BS)
-        params = start_gradients(state.params, reduced_axes)
+        trained = start_gradients(self._trained(state.params), reduced_axes)
+        params = fill(trained, state.params)
+        params, parallel = compose.start(self.config, self.plan, params, parallel)
         (loss, stats), gradients = accumulate(
-            partial(self._loss, num_tokens=num_tokens, parallel=parallel),
-            params,
+            partial(self._loss, others=params, num_tokens=num_tokens, parallel=parallel),
+            self._trained(params),
             batch,
             self.plan.num_accumulation_steps,
+            jnp.dtype(self.plan.reduce_dtype),
         )
+        gradients = compose.finish(self.config, self.plan, gradients)
         loss = sum_loss(loss)
         gradients = reduce_gradients(gradients, reduced_axes, jnp.dtype(self.plan.reduce_dtype))
         norm = global_norm(gradients, split_axes)
@@ -297,9 +310,19 @@ class TrainStep:
         return new_state, Metrics(loss, norm, num_tokens, stats)
 
     def _loss(
-        self, params: Params, batch: Batch, *, num_tokens: Array, parallel: Parallel
+        self,
+        trained: Params,
+        batch: Batch,
+        *,
+        others: Params,
+        num_tokens: Array,
+        parallel: Parallel,
     ) -> tuple[Array, Stats]:
-        """This device's summand of the mean loss per token, and what its layers counted."""
+        """This device's summand of the mean loss per token, and what its layers counted.
+
+        `others` has the parameters that are None in `trained`.
+        """
+        params = fill(trained, others)
         dtype = jnp.dtype(self.plan.compute_dtype)
         loss, stats = token_loss(self.config, params, batch, parallel, dtype)
         return loss / num_tokens.astype(jnp.float32), stats
@@ -335,26 +358,40 @@ def accumulate(
     params: Params,
     batch: Batch,
     num_steps: int,
+    dtype: jnp.dtype,
 ) -> tuple[tuple[Array, Stats], Params]:
     """Loss, statistics and gradients of `batch`, added up over micro-batches run in turn.
 
-    The leading dim of the batch has to be a multiple of `num_steps`.
+    The leading dim of the batch has to be a multiple of `num_steps`. Sums of narrower gradients
+    are in `dtype`.
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if num_steps == 1:
         return value_and_grad(params, batch)
 
     def add(total: Any, micro_batch: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, value_and_grad(params, micro_batch)), None
+        new = value_and_grad(params, micro_batch)
+        return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new), None
 
-    def zeros(x: Any) -> Array:
-        return vary(jnp.zeros(x.shape, x.dtype), tuple(varying_axes(x)))
+    def zeros(x: Any, dtype: Any) -> Array:
+        return vary(jnp.zeros(x.shape, dtype), tuple(varying_axes(x)))
 
     micro_batches = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), batch)
     first = jax.tree.map(lambda x: x[0], micro_batches)
-    nothing = jax.tree.map(zeros, jax.eval_shape(value_and_grad, params, first))
+    value, gradients = jax.eval_shape(value_and_grad, params, first)
+    nothing = (
+        jax.tree.map(lambda x: zeros(x, x.dtype), value),
+        jax.tree.map(lambda x: zeros(x, jnp.promote_types(x.dtype, dtype)), gradients),
+    )
     total, _ = lax.scan(add, nothing, micro_batches)
     return total
+
+
+def fill(params: Params, others: Params) -> Params:
+    """`params` with those of `others` where it has None."""
+    return jax.tree.map(
+        lambda p, other: other if p is None else p, params, others, is_leaf=lambda p: p is None
+    )
 
 
 def check_elementwise(optimizer: optax.GradientTransformation) -> None:
@@ -412,8 +449,11 @@ def balance_experts(
 def apply_gradients(
     state: TrainState, gradients: Params, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """The optimizer's step, leaf by leaf on whatever shards are held."""
+    """The optimizer's step, leaf by leaf on whatever shards are held; none where there is None."""
+    params = jax.tree.map(
+        lambda g, p: None if g is None else p, gradients, state.params, is_leaf=lambda g: g is None
+    )
     # optax mixes Python floats with integer counters, which strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    return TrainState(optax.apply_updates(state.params, updates), opt_state)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, params)
+    return TrainState(fill(optax.apply_updates(params, updates), state.params), opt_state)

@@ -93,7 +93,10 @@ SHAPES = {
     "embed": (
         ({"embed": 36}, {"fsdp": 5}, {"batch_size": 60}), PlanError, "embed=36 fsdp=5", [4, 6],
     ),
-    "embed, with a batch": (({"embed": 36}, {"fsdp": 8}, {}), PlanError, "embed=36 fsdp=8", [4]),
+    "embed, with a batch": (
+        ({"embed": 36, "num_heads": 4, "mlp_hidden": 36, "vocab": 252}, {"fsdp": 8}, {}),
+        PlanError, "embed=36 fsdp=8", [4],
+    ),
     "kv heads of a model": (
         ({"num_kv_heads": 3}, {"data": 1}, {}), ConfigError, "num_heads=8 num_kv_heads=3", [2, 4],
     ),

@@ -16,8 +16,9 @@ import jaxpar.train
 from jaxpar.audit.compare import agree
 from jaxpar.collectives import all_gather, all_reduce, vary
 from jaxpar.compat import varying_axes
-from jaxpar.strategies import sequence, tensor, zero
+from jaxpar.strategies import fsdp, sequence, shards, tensor
 from jaxpar.strategies.plan import BATCH_AXES
+from jaxpar.strategies.prefetch import Loop
 from jaxpar.tour import take_row
 from tests.helpers import SMALL, batches, reference, step
 
@@ -72,8 +73,8 @@ def count_padding_too(mask):
         return all_reduce(vary(jnp.int32(mask.size), "data"), BATCH_AXES, scope="count_tokens")
 
 
-def mean_of_micro_batches(loss, params, batch, num_steps):
-    total, gradients = ACCUMULATE(loss, params, batch, num_steps)
+def mean_of_micro_batches(loss, params, batch, num_steps, dtype):
+    total, gradients = ACCUMULATE(loss, params, batch, num_steps, dtype)
     return total, jax.tree.map(lambda g: g / num_steps, gradients)
 
 
@@ -103,7 +104,7 @@ FAULTS = {
         "tensor=4", {"sequence": True}, {"audit"},
         [(sequence, "reduce_scatter", all_reduce_then_slice)]),
     "an all-reduce where a reduce-scatter belongs, gradients": (
-        "fsdp=4", {}, {"audit"}, [(zero, "reduce_scatter", all_reduce_then_slice)]),
+        "fsdp=4", {}, {"audit"}, [(shards, "reduce_scatter", all_reduce_then_slice)]),
     "three operands reduced where one was meant": (
         "tensor=2", {}, {"audit"}, [(tensor, "enter", lambda x: x)]),
     "gradients reduced inside the micro-batch loop": (
@@ -120,7 +121,8 @@ FAULTS = {
     "tokens looked up in the wrong part of the vocabulary": (
         "tensor=2", {}, {"numbers"}, [(tensor, "_local_token", only_local_rows)]),
     "weights kept instead of gathered again": (
-        "fsdp=4", {}, {"audit"}, [(zero, "checkpoint", lambda layer: layer)]),
+        "fsdp=4", {}, {"audit"},
+        [(fsdp, "Loop", lambda **fields: Loop(**{**fields, "keep": True}))]),
     "clipping by the mean of local norms": (
         "fsdp=4", {}, {"numbers"}, [(jaxpar.train, "global_norm", largest_shards_norm)]),
     "padding counted as tokens": (
@@ -163,5 +165,5 @@ def test_weights_gathered_in_a_wider_dtype_are_seen(monkeypatch):
         gathered = all_gather(shard.astype(jnp.float32), axis, dim=dim, scope=scope)
         return gathered.astype(shard.dtype)
 
-    monkeypatch.setattr(zero, "all_gather", wide)
+    monkeypatch.setattr(shards, "all_gather", wide)
     assert not agree(lines())

@@ -252,6 +252,11 @@ PRESETS: dict[str, ModelConfig] = {
             name="tiny", num_layers=2, embed=64, num_heads=8, num_kv_heads=4, head_dim=8,
             mlp_hidden=128, vocab=256, max_seq_len=256,
         ),
+        # With enough layers for one to be gathered while another one computes.
+        ModelConfig(
+            name="tiny-deep", num_layers=4, embed=64, num_heads=8, num_kv_heads=4, head_dim=8,
+            mlp_hidden=128, vocab=256, max_seq_len=256,
+        ),
         # Experts in miniature: two of eight for each token, beside one that every token uses.
         ModelConfig(
             name="tiny-moe", num_layers=2, embed=64, num_heads=8, num_kv_heads=4, head_dim=8,

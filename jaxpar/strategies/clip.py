@@ -67,7 +67,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
             phase="update",
             why="global gradient norm",
         )
-        for axes in sorted({placed.split_axes for placed in layout})
+        for axes in sorted({p.split_axes for p in layout if not plan.is_frozen(p.parameter.path)})
         if axes
     ]
 

@@ -119,6 +119,22 @@ def parallel(config: ModelConfig, plan: Plan) -> Parallel:
     return Parallel(**hooks)
 
 
+def start(
+    config: ModelConfig, plan: Plan, params: Params, parallel: Parallel
+) -> tuple[Params, Parallel]:
+    """What the step is differentiated with respect to, and what its model then calls."""
+    for s in active_strategies(plan):
+        params, parallel = s.start(config, plan, params, parallel)
+    return params, parallel
+
+
+def finish(config: ModelConfig, plan: Plan, gradients: Params) -> Params:
+    """Gradients of the parameters, from those of what `start` returned."""
+    for s in reversed(active_strategies(plan)):
+        gradients = s.finish(config, plan, gradients)
+    return gradients
+
+
 def tree(placed: Layout, pick: Callable[[Placed], Any]) -> Params:
     """A nested dict shaped like the parameters, holding `pick` of each one's placement."""
     result: Params = {}

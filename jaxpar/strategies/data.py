@@ -8,6 +8,7 @@ What it costs    one all-reduce of every gradient per step, however many micro-b
 | collective | axes          | phase    | count per step   | payload_bytes            |
 |------------|---------------|----------|------------------|--------------------------|
 | all-reduce | data (± more) | backward | 1 per parameter  | its local bytes          |
+|            |               |          | or mL, overlapped | of one layer            |
 | all-reduce | data (± more) | forward  | 2                | 4: token count, and loss |
 
 The reduction here serves every other strategy too: a gradient is summed over the axes along which
@@ -19,15 +20,23 @@ Source: Li et al. 2020, "PyTorch Distributed", §3; gradient accumulation, §3.2
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 
 from jaxpar.collectives import all_reduce, vary
+from jaxpar.errors import PlanError, did_you_mean
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Stats
 from jaxpar.model.transformer import Params
+from jaxpar.strategies import compose, shards
 from jaxpar.strategies.plan import DTYPE_BYTES, DTYPES, LOSS_AXES, TOKEN_AXES, Plan
+from jaxpar.strategies.shards import Weight, is_param, path_of, used
 from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
 
 CARD = Card(
@@ -64,6 +73,12 @@ def sum_stats(stats: Stats) -> Stats:
         }
 
 
+def reduce_inside(state: nnx.State, weights: dict[str, Weight]) -> nnx.State:
+    """A layer's weights as they are; their gradients are reduced as soon as they are there."""
+    params = jax.tree.leaves(state, is_leaf=is_param)
+    return used(state, weights) if weights[path_of(params[0])].is_stacked else state
+
+
 def start_gradients(params: Params, reduced_axes: Params) -> Params:
     """Mark each parameter as varying over the axes its gradient will be reduced over.
 
@@ -87,6 +102,7 @@ def reduce_gradients(gradients: Params, reduced_axes: Params, dtype: jnp.dtype) 
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
+    m = plan.num_accumulation_steps
     dtype = DTYPES[plan.reduce_dtype]
     rows = [
         Expected(
@@ -101,6 +117,20 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         for placed in layout
         if placed.reduced_axes
     ]
+    for placed in layout:
+        if placed.inner_axes:
+            L = placed.parameter.num_stacked or 1
+            rows.append(
+                Expected(
+                    kind="all-reduce",
+                    axes=placed.inner_axes,
+                    count=m * L,
+                    payload_bytes=placed.local_size // L * DTYPE_BYTES[dtype],
+                    dtype=dtype,
+                    phase="backward",
+                    why=f"gradient of {placed.parameter.path}, layer by layer",
+                )
+            )
     for why, scalar, axes in (("token count", "s32", TOKEN_AXES), ("loss", "f32", LOSS_AXES)):
         if summed_axes := plan.in_mesh_order(axes):
             rows.append(
@@ -117,12 +147,50 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     return rows
 
 
+# --- rules -----------------------------------------------------------------------------------
+
+
+def check(config: ModelConfig, plan: Plan) -> None:
+    """Raises PlanError for patterns that match nothing, or that leave no layer to train."""
+    paths = [parameter.path for parameter in config.parameters]
+    for pattern in plan.frozen:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise PlanError(
+                f"frozen={pattern!r} matches no parameter of {config.name}. "
+                f"{did_you_mean(pattern, paths)}"
+            )
+    layers = [path for path in paths if path.startswith("layers/")]
+    if all(map(plan.is_frozen, layers)):
+        raise PlanError(
+            f"frozen={plan.frozen} leaves no parameter of {config.name}'s layers to train, and "
+            f"then no gradient passes through them. Leave one out, such as {layers[-1]!r}."
+        )
+    if plan.overlap_gradients and plan.size("pipe") > 1:
+        raise PlanError(
+            f"overlap_gradients=True reduces gradients once per micro-batch, and a pipeline "
+            f"(pipe={plan.size('pipe')}) once per step, behind its last. Set "
+            f"overlap_gradients=False."
+        )
+
+
+def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+    if not plan.overlap_gradients or plan.size(shards.AXIS) > 1:  # those who shard see to it
+        return {}
+    weights = shards.weights(plan, compose.layout(config, plan))
+    return {"gather": lambda state: reduce_inside(state, weights)}
+
+
 STRATEGY = Strategy(
     card=CARD,
     axes=("slice", "data"),
     # Always: a step on any mesh counts its tokens and reduces what its specs leave whole.
     is_active=lambda plan: True,
     is_partial=lambda parameter: True,
+    check=check,
+    hooks=hooks,
     expected=expected,
-    variants=(Variant(name="data", mesh="data=8"),),
+    variants=(
+        Variant(name="data", mesh="data=8"),
+        Variant(name="data-overlapped", mesh="data=8", fields={"overlap_gradients": True}),
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from jaxpar.errors import (
@@ -37,6 +38,14 @@ class Plan:
     mesh: which axes there are, and so which strategies run (each lives on the axis of its name).
     batch_size, seq_len: sequences per step over all devices, and tokens in each.
     num_accumulation_steps: micro-batches per step, run one after the other; gradients add up.
+    zero: what axis fsdp splits: 1 the optimizer state, 2 gradients as well, 3 weights too (FSDP).
+    reshard_after_forward: drop a layer's gathered weights after its forward; zero=3.
+    prefetch: gather a layer's weights while the one before it computes; zero=3.
+    num_layers_per_gather: layers whose weights are gathered together; zero=3.
+    gather_dtype: in which weights go over the wire; None for `compute_dtype`.
+    overlap_gradients: reduce each layer's gradients inside the backward, once per micro-batch,
+        instead of all of them behind it, once per step.
+    frozen: patterns of paths, such as 'embedding/*', of parameters that are not trained.
     sequence: split the residual stream along the sequence over `tensor` (sequence parallelism).
     context: how attention runs over axis context: 'ring', 'allgather' or 'ulysses'.
     context_layout: 'zigzag' gives each rank an early and a late chunk, so that causal work is even.
@@ -59,6 +68,13 @@ class Plan:
     batch_size: int
     seq_len: int
     num_accumulation_steps: int = 1
+    zero: Literal[1, 2, 3] = 3
+    reshard_after_forward: bool = True
+    prefetch: bool = False
+    num_layers_per_gather: int = 1
+    gather_dtype: Literal["float32", "bfloat16"] | None = None
+    overlap_gradients: bool = False
+    frozen: tuple[str, ...] = ()
     sequence: bool = False
     context: Literal["ring", "allgather", "ulysses"] = "ring"
     context_layout: Literal["zigzag", "contiguous"] = "zigzag"
@@ -78,11 +94,18 @@ class Plan:
                 f"mesh={shown(self.mesh)} ({type(self.mesh).__name__}) must be a MeshSpec, such as "
                 f"MeshSpec.parse('data=2,tensor=4')."
             )
-        for field in ("batch_size", "seq_len", "num_accumulation_steps"):
+        for field in (
+            "batch_size", "seq_len", "num_accumulation_steps", "num_layers_per_gather",
+        ):  # fmt: skip
             require_whole(PlanError, field, getattr(self, field))
         for field, choices in (
             ("compute_dtype", DTYPES),
             ("reduce_dtype", DTYPES),
+            ("gather_dtype", (*DTYPES, None)),
+            ("zero", (1, 2, 3)),
+            ("reshard_after_forward", (True, False)),
+            ("prefetch", (True, False)),
+            ("overlap_gradients", (True, False)),
             ("remat", ("none", "selective", "dots", "full")),
             ("overlap", ("none", "unidirectional", "bidirectional")),
             ("sequence", (True, False)),
@@ -95,6 +118,11 @@ class Plan:
         ):
             require_choice(PlanError, field, getattr(self, field), choices)
         require_positive(PlanError, "capacity_factor", self.capacity_factor, 1.25)
+        if not isinstance(self.frozen, tuple) or not all(isinstance(p, str) for p in self.frozen):
+            raise PlanError(
+                f"frozen={shown(self.frozen)} must be a tuple of patterns of paths, such as "
+                f"('embedding/*', 'layers/mlp/*')."
+            )
         step = self.num_batch_shards * self.num_accumulation_steps
         if self.batch_size % step:
             axes = " × ".join(f"{a}={self.size(a)}" for a in self.in_mesh_order(BATCH_AXES))
@@ -113,6 +141,10 @@ class Plan:
         """Those of `axes` that have more than one device, slowest links first."""
         wanted = set(axes)
         return tuple(a for a in self.mesh.named_axes if a in wanted and self.size(a) > 1)
+
+    def is_frozen(self, path: str) -> bool:
+        """Whether the parameter at `path` has no gradient and no optimizer state."""
+        return any(fnmatchcase(path, pattern) for pattern in self.frozen)
 
     @property
     def num_batch_shards(self) -> int:

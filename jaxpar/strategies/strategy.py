@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.mesh import MeshSpec
 from jaxpar.model.config import ModelConfig, Parameter
+from jaxpar.model.parallel import Parallel
+from jaxpar.model.transformer import Params
 from jaxpar.strategies.plan import Plan
 
 Phase = Literal["forward", "backward", "recompute", "update"]
@@ -82,6 +84,8 @@ class Placed:
     reduced_axes: the mesh axes over which its gradients are summed after the backward: each
         device's gradient is one summand there, and the spec does not say it is split.
     local_shape: one device's part, stacked dim included.
+    inner_axes: the mesh axes over which they are summed within the backward instead.
+    is_trained: whether it has gradients at all.
     """
 
     parameter: Parameter
@@ -89,6 +93,8 @@ class Placed:
     split_axes: tuple[str, ...]
     reduced_axes: tuple[str, ...]
     local_shape: tuple[int, ...]
+    inner_axes: tuple[str, ...] = ()
+    is_trained: bool = True
 
     @property
     def local_size(self) -> int:
@@ -110,6 +116,16 @@ def _nothing_to_check(config: ModelConfig, plan: Plan) -> None:
     return None
 
 
+def _same_start(
+    config: ModelConfig, plan: Plan, params: Params, parallel: Parallel
+) -> tuple[Params, Parallel]:
+    return params, parallel
+
+
+def _same_finish(config: ModelConfig, plan: Plan, gradients: Params) -> Params:
+    return gradients
+
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """Everything the composition needs to know of one strategy.
@@ -122,6 +138,9 @@ class Strategy:
     check: raises PlanError when the model's shapes do not allow it.
     splits: dim name -> mesh axis, for the dims of a parameter that this strategy splits.
     hooks: the fields of `model.parallel.Parallel` it fills in.
+    start: once per step, before its micro-batches: parameters and hooks -> what the step is
+        differentiated with respect to, and hooks.
+    finish: once per step, behind them: gradients of that -> of the parameters.
     refines: the name of a strategy on the same axis whose hooks it may replace.
     variants: the rows it adds to the tour.
     """
@@ -134,5 +153,7 @@ class Strategy:
     check: Callable[[ModelConfig, Plan], None] = _nothing_to_check
     splits: Callable[[Parameter, Plan], dict[str, str]] = _no_splits
     hooks: Callable[[ModelConfig, Plan], dict[str, Callable[..., Any]]] = _no_hooks
+    start: Callable[[ModelConfig, Plan, Params, Parallel], tuple[Params, Parallel]] = _same_start
+    finish: Callable[[ModelConfig, Plan, Params], Params] = _same_finish
     refines: str | None = None
     variants: tuple[Variant, ...] = ()

@@ -1,0 +1,160 @@
+"""Fully sharded data parallelism (ZeRO-3): no device keeps the whole model.
+
+What is split    the batch, and with it every matrix, its gradient and its optimizer state, over
+                 `fsdp` (along which dim: shards.py).
+Why              16 bytes per parameter (float32 weight, gradient, two moments) become 16/n.
+What it costs    each matrix is gathered where it is used and its gradient reduce-scattered there:
+                 (2c+g)(n-1)/n bytes on the wire per parameter and micro-batch, c and g being the
+                 bytes of the gather and the reduce dtype. Data parallelism sends 2g(n-1)/n per
+                 step: as much with bf16 weights and float32 gradients, 2/3 of it in one dtype.
+
+W = bytes of the matrices of k layers in the gather dtype, G = in the reduce dtype; per matrix:
+
+| collective     | phase     | count | payload_bytes | why                                        |
+|----------------|-----------|-------|---------------|--------------------------------------------|
+| all-gather     | forward   | mL/k  | W             | before the k layers                        |
+| all-gather     | recompute | mL/k  | W             | again before their backward, if resharded  |
+| reduce-scatter | backward  | mL/k  | G             | their gradient, straight to the owners     |
+
+with embedding and output instead gathered once per micro-batch (m) and kept until their backward.
+`reshard_after_forward=False` keeps every layer's weights and leaves out the second line; `prefetch`
+changes when a weight is gathered, and not how often (prefetch.py).
+
+Source: Rajbhandari et al. 2020 (ZeRO) §5.3, §7.2.2; Zhao et al. 2023 (PyTorch FSDP) §3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array, lax
+
+from jaxpar.errors import PlanError, nearest_divisors
+from jaxpar.model.config import ModelConfig
+from jaxpar.strategies import compose, shards
+from jaxpar.strategies.plan import Plan
+from jaxpar.strategies.prefetch import MIN_GROUPS, Loop
+from jaxpar.strategies.shards import AXIS, Weight, is_param, path_of, row, use, used
+from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
+
+CARD = Card(
+    name="fsdp",
+    axis=AXIS,
+    splits="the batch, and every matrix with its gradient and optimizer state",
+    why="weights and optimizer state of n devices hold one model instead of n copies",
+    costs="gather each matrix forward and again backward, reduce-scatter its gradient",
+    source="Rajbhandari et al. 2020, §5.3",
+)
+
+# --- communication ---------------------------------------------------------------------------
+
+
+def gather(state: nnx.State, weights: dict[str, Weight]) -> nnx.State:
+    """A module's state, whole. Layers' weights are so already: `scan` has gathered them."""
+    params = jax.tree.leaves(state, is_leaf=is_param)
+    if all(weights[path_of(param)].is_stacked for param in params):
+        return state
+    return used(state, weights)
+
+
+def scan(
+    body: Callable[..., Any], x_BSD: Array, stacked: nnx.State, plan: Plan, all_: dict[str, Weight]
+) -> tuple[Array, Any]:
+    """`lax.scan(body, x, stacked)` over layers of which each device holds a part."""
+    k = plan.num_layers_per_gather
+    params = jax.tree.leaves(stacked, is_leaf=is_param)
+    leaves, structure = jax.tree.flatten(stacked)
+    weights = [all_[path_of(param)] for param in params]
+    if k > 1:
+        leaves = [leaf.reshape(-1, k, *leaf.shape[1:]) for leaf in leaves]
+        weights = [weight.stacked() for weight in weights]
+
+    def group(x_BSD: Array, whole: list[Array]) -> tuple[Array, Any]:
+        state = jax.tree.unflatten(structure, whole)
+        return body(x_BSD, state) if k == 1 else lax.scan(body, x_BSD, state)
+
+    if plan.reshard_after_forward or plan.prefetch:
+        keep = not plan.reshard_after_forward
+        loop = Loop(body=group, weights=weights, keep=keep, prefetch=plan.prefetch)
+        x_BSD, counted = loop(x_BSD, leaves)
+    else:
+
+        def turn(x_BSD: Array, shards: list[Array]) -> tuple[Array, Any]:
+            return group(x_BSD, [use(s, w) for s, w in zip(shards, weights, strict=True)])
+
+        x_BSD, counted = lax.scan(turn, x_BSD, leaves)
+    if k > 1:
+        counted = jax.tree.map(lambda t: t.reshape(-1, *t.shape[2:]), counted)
+    return x_BSD, counted
+
+
+# --- closed form -----------------------------------------------------------------------------
+
+
+def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
+    m = plan.num_accumulation_steps
+    rows = []
+    for placed in layout:
+        weight = shards.weight(plan, placed)
+        if weight.dim is None:
+            continue
+        k = plan.num_layers_per_gather if weight.is_stacked else 1
+        count = m * (placed.parameter.num_stacked or 1) // k
+        rows.append(row("all-gather", "forward", placed, plan, count=count, of=k, why="use"))
+        if weight.is_stacked and plan.reshard_after_forward:
+            why = "use again, backward,"
+            rows.append(row("all-gather", "recompute", placed, plan, count=count, of=k, why=why))
+        if weight.is_trained:
+            why = "gradient of"
+            rows.append(row("reduce-scatter", "backward", placed, plan, count=count, of=k, why=why))
+    return rows
+
+
+# --- rules -----------------------------------------------------------------------------------
+
+
+def check(config: ModelConfig, plan: Plan) -> None:
+    shards.check(config, plan)
+    k = plan.num_layers_per_gather
+    for num_layers in {p.num_stacked for p in config.parameters if p.num_stacked}:
+        if num_layers % k:
+            raise PlanError(
+                f"{config.name}: num_layers_per_gather={k} does not divide its {num_layers} "
+                f"layers in a row. Nearest num_layers_per_gather: "
+                f"{nearest_divisors(num_layers, k)}."
+            )
+        if plan.prefetch and num_layers // k < MIN_GROUPS:
+            raise PlanError(
+                f"{config.name}: prefetch=True gathers ahead in a loop over at least {MIN_GROUPS} "
+                f"groups of layers, and {num_layers} layers with num_layers_per_gather={k} make "
+                f"{num_layers // k}. Nearest num_layers: {MIN_GROUPS * k}; or set prefetch=False."
+            )
+
+
+def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+    weights = shards.weights(plan, compose.layout(config, plan))
+    return {
+        "gather": lambda state: gather(state, weights),
+        "scan": lambda body, x_BSD, stacked: scan(body, x_BSD, stacked, plan, weights),
+    }
+
+
+STRATEGY = Strategy(
+    card=CARD,
+    axes=(AXIS,),
+    is_active=lambda plan: plan.size(AXIS) > 1 and plan.zero == 3,
+    is_partial=lambda parameter: True,
+    check=check,
+    splits=shards.splits,
+    hooks=hooks,
+    expected=expected,
+    variants=(
+        Variant(name="fsdp", mesh="fsdp=8"),
+        Variant(name="fsdp-prefetch", mesh="fsdp=8", fields={"prefetch": True}, model="tiny-deep"),
+        Variant(name="fsdp+tensor", mesh="fsdp=4,tensor=2"),
+        Variant(name="hsdp", mesh="data=2,fsdp=4"),
+    ),
+)

@@ -1,0 +1,217 @@
+"""Parameters sharded over `fsdp`: which dim is split, how a weight gets whole, its gradient home.
+
+What ZeRO-1, ZeRO-2 and FSDP share. All three keep the same state: float32 master weights and
+moments split over the axis, with the same PartitionSpecs, so that a checkpoint of one stage is one
+of the others. They differ in when a weight is gathered and when its gradient is scattered.
+
+A matrix is split along its embed dim; where that does not divide, along the largest dim that does
+and that no other axis splits; where none does, it stays whole, as vectors always do (norm scales
+are a few thousandths of a percent of the bytes, and gathering them would cost more than it saves).
+What is whole is used as it is, and its gradient all-reduced with those of data parallelism.
+
+Source: Rajbhandari et al. 2020 (ZeRO) §5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxpar.collectives import all_gather, all_reduce, reduce_scatter, vary
+from jaxpar.errors import PlanError, nearest_divisors
+from jaxpar.model.config import ModelConfig, Parameter
+from jaxpar.model.transformer import Params
+from jaxpar.strategies import tensor
+from jaxpar.strategies.plan import DTYPE_BYTES, DTYPES, Plan
+from jaxpar.strategies.strategy import Expected, Layout, Phase, Placed
+
+AXIS = "fsdp"
+PREFERRED_DIM = "embed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """How one parameter is brought together for its use, and its gradient back to its owners.
+
+    dim: the dim of one layer's array that is split over `fsdp`; None for what is whole.
+    compute_dtype: what a gathered weight is cast to, after going over the wire in `gather_dtype`.
+    inner_axes: axes over which its gradient is all-reduced in the backward, layer by layer.
+    is_stacked: whether there is one for each layer.
+    is_trained: whether it has a gradient at all.
+    """
+
+    dim: int | None
+    gather_dtype: jnp.dtype
+    compute_dtype: jnp.dtype
+    reduce_dtype: jnp.dtype
+    inner_axes: tuple[str, ...] = ()
+    is_stacked: bool = False
+    is_trained: bool = True
+
+    def gather(self, shard: Array) -> Array:
+        """[.., d/n, ..] float32 -> [.., d, ..] in compute_dtype; what is whole stays float32."""
+        shard = vary(shard, self.inner_axes)
+        if self.dim is None:
+            return shard
+        whole = all_gather(
+            shard.astype(self.gather_dtype), AXIS, dim=self.dim, scope="gather_weight"
+        )
+        return whole.astype(self.compute_dtype)
+
+    def scatter(self, gradient: Array) -> Array:
+        """The gradient of what `gather` returned, [.., d, ..] -> [.., d/n, ..] in reduce_dtype.
+
+        What is neither scattered nor reduced here keeps its dtype.
+        """
+        if self.dim is None and not self.inner_axes:
+            return gradient
+        gradient = gradient.astype(self.reduce_dtype)
+        if self.dim is not None:
+            gradient = reduce_scatter(gradient, AXIS, dim=self.dim, scope="scatter_gradient")
+        return all_reduce(gradient, self.inner_axes, scope="reduce_layer")
+
+    def stacked(self) -> Weight:
+        """The same for several layers' arrays at once, stacked on a leading dim."""
+        return self if self.dim is None else replace(self, dim=self.dim + 1)
+
+
+# --- a weight and its gradient ---------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def use(shard: Array, weight: Weight) -> Array:
+    """`weight.gather`, whose gradient is `weight.scatter`.
+
+    The rule is written by hand for one reason: the transpose of a cast and a gather would sum the
+    gradient in the compute dtype, and in which dtype gradients are summed is the plan's choice.
+    """
+    return weight.gather(shard)
+
+
+def _use_forward(shard: Array, weight: Weight) -> tuple[Array, None]:
+    return weight.gather(shard), None
+
+
+def _use_backward(weight: Weight, _: None, gradient: Array) -> tuple[Array]:
+    return (weight.scatter(gradient).astype(jnp.float32),)
+
+
+use.defvjp(_use_forward, _use_backward)
+
+
+def used(state: nnx.State, weights: Mapping[str, Weight]) -> nnx.State:
+    """A module's state with every weight whole for its use."""
+
+    def whole(param: nnx.Variable[Array]) -> nnx.Variable[Array]:
+        return param.replace(use(param[...], weights[path_of(param)]))
+
+    return jax.tree.map(whole, state, is_leaf=is_param)
+
+
+def is_param(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def path_of(param: nnx.Variable[Array]) -> str:
+    """Where in the whole model a parameter is, as `ModelConfig.parameters` has it."""
+    path: str = param.get_metadata("path")
+    return path
+
+
+def by_path(params: Params) -> dict[str, Any]:
+    """The leaves of a tree of parameters by their paths; what is None is left out."""
+    return {
+        "/".join(key.key for key in path): leaf for path, leaf in jax.tree.leaves_with_path(params)
+    }
+
+
+def map_paths(function: Callable[[str, Any], Any], params: Params) -> Params:
+    """The same tree with `function(path, leaf)` in place of each leaf."""
+    flat = by_path(params)
+    values = [function(path, leaf) for path, leaf in flat.items()]
+    tree: Params = jax.tree.unflatten(jax.tree.structure(params), values)
+    return tree
+
+
+def weights(plan: Plan, layout: Layout) -> dict[str, Weight]:
+    """How each parameter of a model is gathered, by path."""
+    return {placed.parameter.path: weight(plan, placed) for placed in layout}
+
+
+def weight(plan: Plan, placed: Placed) -> Weight:
+    parameter = placed.parameter
+    name = split_dim(parameter, plan)
+    return Weight(
+        dim=None if name is None else parameter.dims.index(name),
+        gather_dtype=jnp.dtype(plan.gather_dtype or plan.compute_dtype),
+        compute_dtype=jnp.dtype(plan.compute_dtype),
+        reduce_dtype=jnp.dtype(plan.reduce_dtype),
+        inner_axes=placed.inner_axes,
+        is_stacked=parameter.num_stacked is not None,
+        is_trained=not plan.is_frozen(parameter.path),
+    )
+
+
+# --- closed form -----------------------------------------------------------------------------
+
+
+def row(
+    kind: str, phase: Phase, placed: Placed, plan: Plan, *, count: int, of: int, why: str
+) -> Expected:
+    """`count` gathers or scatters of a split parameter, `of` layers at once where it is stacked."""
+    gathers = kind == "all-gather"
+    dtype = DTYPES[(plan.gather_dtype or plan.compute_dtype) if gathers else plan.reduce_dtype]
+    size = placed.local_size * plan.size(AXIS) // (placed.parameter.num_stacked or 1)
+    return Expected(
+        kind=kind,
+        axes=(AXIS,),
+        count=count,
+        payload_bytes=size * of * DTYPE_BYTES[dtype],
+        dtype=dtype,
+        phase=phase,
+        why=f"{why} {placed.parameter.path}",
+    )
+
+
+# --- rules -----------------------------------------------------------------------------------
+
+
+def split_dim(parameter: Parameter, plan: Plan) -> str | None:
+    """The dim of a parameter that is split over `fsdp`; None where it stays whole."""
+    n = plan.size(AXIS)
+    if n == 1 or len(parameter.dims) < 2:
+        return None
+    taken = {"experts", *(tensor.SPLIT_DIMS if plan.size(tensor.AXIS) > 1 else ())}
+    sizes = {
+        dim: size
+        for dim, size in zip(parameter.dims, parameter.shape, strict=True)
+        if size % n == 0 and dim not in taken
+    }
+    if PREFERRED_DIM in sizes:
+        return PREFERRED_DIM
+    return max(sizes, key=lambda dim: sizes[dim]) if sizes else None
+
+
+def splits(parameter: Parameter, plan: Plan) -> dict[str, str]:
+    dim = split_dim(parameter, plan)
+    return {} if dim is None else {dim: AXIS}
+
+
+def check(config: ModelConfig, plan: Plan) -> None:
+    """Raises PlanError where nothing at all could be split."""
+    n = plan.size(AXIS)
+    if all(split_dim(parameter, plan) is None for parameter in config.parameters):
+        rest = plan.num_batch_shards // n * plan.num_accumulation_steps
+        sizes = nearest_divisors(config.embed, n, lambda d: plan.batch_size % (rest * d) == 0)
+        raise PlanError(
+            f"{config.name}: embed={config.embed} cannot be split over fsdp={n}: it is not a "
+            f"multiple, and neither is any other dim that no other axis splits. Nearest sizes of "
+            f"axis fsdp: {sizes}."
+        )
