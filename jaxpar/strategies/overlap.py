@@ -94,7 +94,7 @@ def ring_gather(x: Array, weights: tuple[Array, ...], route: Hops) -> tuple[Arra
         for by, piece in arrived.items():
             start = (rank - by * r) % n * size
             for i, rows in enumerate((piece, *products[by])):
-                whole[i] = lax.dynamic_update_slice_in_dim(whole[i], rows, start, axis=1)
+                whole[i] = _write(whole[i], rows, start)
     return tuple(whole)
 
 
@@ -126,6 +126,10 @@ def matmul_ring_scatter(
         if left:
             sums = {by: p + arrived[by] if by in arrived else p for by, p in products.items()}
     return sum(arrived.values(), products[0])
+
+
+def _write(whole: Array, rows: Array, start: Array) -> Array:
+    return lax.dynamic_update_slice_in_dim(whole, rows, start, axis=1)
 
 
 def _empty(like: Array, num_rows: int, width: int) -> Array:
