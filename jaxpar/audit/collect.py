@@ -25,7 +25,7 @@ from jaxpar.audit.groups import (
     to_device_ids,
     wrong_members,
 )
-from jaxpar.audit.reader import Computation, Instruction, Module, Operand
+from jaxpar.audit.reader import MAX_READ, Computation, Instruction, Module, Operand
 from jaxpar.audit.reading import Site
 from jaxpar.audit.result import Buffer, Collective, Finding
 from jaxpar.audit.scope import phase_of, scope_of, unmerged
@@ -48,9 +48,6 @@ KINDS = frozenset(
 
 MAX_MEMBERS = 1 << 25
 """Members of all different device groups of a module that are expanded, together."""
-
-MAX_READ = 1 << 11
-"""Computations in memory beyond which those that were only looked into are forgotten."""
 
 MAX_OPERANDS = 1 << 15
 """Buffers that one operation passes."""
@@ -156,8 +153,7 @@ class Collector:
                 self._unhandled(f"{found.opcode} of slices of several types", found)
                 return
         self._homes[computation.name] = None
-        if len(self.module.read) > MAX_READ:
-            self.module.forget_inert()
+        self.module.forget_inert(unless=MAX_READ)
         collective = self._priced(computation, found, kind, count, outer, waits, payload)
         if collective is not None:
             self.sites.append(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxpar.audit.instruction import Instruction, parse
+from jaxpar.audit.instruction import Instruction, parse_at
 from jaxpar.audit.shape import integer
 
 MAX_SEARCHED = 1 << 14
@@ -80,17 +80,20 @@ class Computation:
 
     def get(self, name: str) -> Instruction | None:
         """The instruction that makes the value `name`, None when no line does."""
-        if self._read is None and self._in_parts:
+        if self._read is not None:
+            return self._read[0].get(name)
+        if self._in_parts:
             if self._made is not None and name in self._made:
                 return self._made[name]
-            at = self._text.rfind(f"%{name} = ", self.start, self.end)
-            found = self._on(at) if at >= 0 else None
+            at = self._text.rfind(f"\n  %{name} = ", self.start, self.end) + 1
+            at = at or self._text.rfind(f"\n  ROOT %{name} = ", self.start, self.end) + 1
+            found = self._at(at) if at else None
             if found is not None and found.name == name:
                 if self._made is None:
                     self._made = {}
                 self._made[name] = found
                 return found
-        return self._whole()[0].get(name)
+        return self.instructions.get(name)
 
     @property
     def root(self) -> Instruction | None:
@@ -149,23 +152,24 @@ class Computation:
 
     def _marked_root(self) -> Instruction | None:
         """The line that alone says ROOT."""
-        at = self._text.rfind("ROOT ", self.start, self.end)
-        if at < 0 or self._text.find("ROOT ", self.start, at) >= 0:
+        at = self._text.rfind("\n  ROOT ", self.start, self.end) + 1
+        if not at or self._text.find("ROOT ", self.start, at) >= 0:
             return None
-        found = self._on(at)
+        found = self._at(at)
         return found if found is not None and found.is_root else None
 
     def _on(self, offset: int) -> Instruction | None:
         """The instruction on the line around an offset, None when that line is none."""
+        return self._at(self._text.rfind("\n", self.start, offset) + 1)
+
+    def _at(self, start: int) -> Instruction | None:
+        """The instruction on the line that starts there."""
         if self._lines is None:
             self._lines = {}
             self._all_read.append(self)
-        start = self._text.rfind("\n", self.start, offset) + 1
         if start not in self._lines:
-            end = self._text.find("\n", offset, self.end)
-            line = self._text[start : self.end if end < 0 else end]
             number = self.line + self._text.count("\n", self.start, start)
-            self._lines[start] = parse(line, number)
+            self._lines[start], _ = parse_at(self._text, start, self.end, number)
         return self._lines[start]
 
     def _whole(self) -> tuple[dict[str, Instruction], Sequence[str]]:
@@ -175,20 +179,24 @@ class Computation:
         return self._read
 
     def _read_whole(self) -> tuple[dict[str, Instruction], Sequence[str]]:
-        known = {it.line: it for it in (self._lines or {}).values() if it is not None}
+        known = self._lines or {}
         if self._lines is None:
             self._all_read.append(self)
         instructions: dict[str, Instruction] = {}
         problems = []
-        for number, line in enumerate(self._text[self.start : self.end].split("\n"), self.line):
-            found = known.get(number) or parse(line, number) if known else parse(line, number)
-            if found is None:
-                if line and not line.isspace():
-                    problems.append(problem(number, "is no instruction", line))
-                continue
-            if found.name in instructions:
-                problems.append(problem(number, "defines a value a second time", line))
-            instructions[found.name] = found
+        start, number = self.start + 1, self.line + 1
+        while start < self.end:
+            found, end = parse_at(self._text, start, self.end, number)
+            if known:
+                found = known.get(start) or found
+            if found is not None:
+                if found.name in instructions:
+                    line = self._text[start:end]
+                    problems.append(problem(number, "defines a value a second time", line))
+                instructions[found.name] = found
+            elif not (line := self._text[start:end]).isspace() and line:
+                problems.append(problem(number, "is no instruction", line))
+            start, number = end + 1, number + 1
         return instructions, problems
 
 

@@ -38,7 +38,7 @@ def program_dtype(
             continue
         before = _before(flow, computation, found.operands[index], array.dtype)
         after = None
-        if reduces == (before is not None) or promoted:  # else the one answer is enough
+        if (before is not None) == (reduces and not promoted):  # else the one answer is enough
             path = (index,) if len(arrays) > 1 else ()
             value = Operand(name=found.name, path=path)
             after = _after(flow, computation, value, array.dtype, strict=not reduces)

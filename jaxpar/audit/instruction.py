@@ -29,6 +29,10 @@ _PLAIN = re.compile(  # an instruction without a tuple type and without brackets
     r"([a-z][\w\-]*)\(([^()\"]*)\)(.*)",
     re.DOTALL,
 )
+_LINE = re.compile(  # the same exactly as XLA prints it, in the middle of a text
+    r"  (ROOT )?%?([^\s=]++) = ([a-z]\w*+\[[^\[\]\n]*+\](?:\{[^{}\n]*+\})?) "
+    r"([a-z][\w\-]*+)\(([^()\"\n]*+)\)([^\n]*+)"
+)
 _START = re.compile(r"\s*(ROOT\s+)?%?([^\s=]+)\s+=\s+")
 _TYPE_WORD = re.compile(r"[^\s(\[{]*")
 _OPCODE = re.compile(r"\s+([a-z][\w\-]*)\(")
@@ -233,6 +237,18 @@ def parse(line: str, number: int) -> Instruction | None:
             return None
         operands, attributes = line[opening.end() : end - 1], line[end:]
     return Instruction(name, opcode, type_text, operands, attributes, number, root is not None)
+
+
+def parse_at(text: str, start: int, end: int, number: int) -> tuple[Instruction | None, int]:
+    """The instruction on the line that starts at `start`, and where that line ends: by `end`."""
+    if plain := _LINE.match(text, start, end):
+        root, name, type_text, opcode, operands, attributes = plain.groups()
+        return Instruction(
+            name, opcode, type_text, operands, attributes, number, root is not None
+        ), plain.end()
+    stop = text.find("\n", start, end)
+    stop = end if stop < 0 else stop
+    return parse(text[start:stop], number), stop
 
 
 def name_on(text: str, start: int) -> str:

@@ -27,6 +27,9 @@ __all__ = ["Computation", "Instruction", "Module", "Operand", "read_hlo"]
 MAX_PROBLEMS = 20
 """Unreadable lines that are described one by one; further ones are only counted."""
 
+MAX_READ = 1 << 16
+"""Computations in memory beyond which those that were only looked into are forgotten."""
+
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{", re.DOTALL)
 _END = re.compile(  # of a computation, and the header of the next where that follows
     r"\n\}(?:[^\n]*+\n\n(ENTRY )?%?([^\s({]++)[^\n]*\{(?=\n))?"
@@ -75,8 +78,10 @@ class Module:
     problems: tuple[str, ...]
     read: list[Computation]
 
-    def forget_inert(self) -> None:
-        """Forget what was read of inert computations: a large program has ten times as many."""
+    def forget_inert(self, unless: int = 0) -> None:
+        """Forget what was read of inert computations, `unless` no more than that were read."""
+        if len(self.read) <= unless:
+            return
         inert = [computation for computation in self.read if computation.inert]
         self.read[:] = [computation for computation in self.read if not computation.inert]
         for computation in inert:

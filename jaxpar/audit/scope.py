@@ -28,9 +28,11 @@ _TOKEN = re.compile(r"[()/]|[^()/]+")
 _INSIDE = re.compile(r"[():]")
 _LIST = re.compile(r"(?:^|/)\(")
 _SEPARATOR = re.compile(r"[/:;()]")
+_REMEMBERED = 1 << 12  # few names, many times each
 _MAX_LENGTH = 4096  # of an op_name; what is longer is a merge of so many that no scope helps
 
 
+@functools.lru_cache(maxsize=_REMEMBERED)
 def phase_of(op_name: str, differentiated: bool) -> str:
     """forward, backward, recompute, update or unknown.
 
@@ -52,7 +54,7 @@ def phase_of(op_name: str, differentiated: bool) -> str:
     return "update" if differentiated else "forward"
 
 
-@functools.lru_cache(maxsize=1 << 12)  # few names, many times each
+@functools.lru_cache(maxsize=_REMEMBERED)
 def scope_of(op_name: str) -> str:
     """The `jax.named_scope`s the user wrote, outermost first, joined by "/"; "" when none.
 

@@ -19,7 +19,7 @@ from jaxpar.audit.groups import MAX_DEVICES
 from jaxpar.audit.integrity import contradictions
 from jaxpar.audit.memory import memory as memory_of
 from jaxpar.audit.overlap import Overlap, exposed_by_axes, overlaps
-from jaxpar.audit.reader import MAX_PROBLEMS, Module, no_collection, read_hlo
+from jaxpar.audit.reader import MAX_PROBLEMS, MAX_READ, Module, no_collection, read_hlo
 from jaxpar.audit.reading import Reading, Site
 from jaxpar.audit.result import Audit, Finding, Memory, Program
 from jaxpar.audit.skeleton import decided
@@ -197,7 +197,7 @@ def read(
         )
         for problem in [*module.problems, *missing[:MAX_PROBLEMS]]
     )
-    module.forget_inert()
+    module.forget_inert(unless=MAX_READ)
     reading = Reading(
         module=module,
         flow=flow,

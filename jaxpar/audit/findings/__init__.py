@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from jaxpar.audit.findings import gathers, loops, placement, redundant, reshards
+from jaxpar.audit.reader import MAX_READ
 from jaxpar.audit.reading import Reading
 from jaxpar.audit.result import Finding
 
@@ -29,7 +30,7 @@ def findings(reading: Reading) -> tuple[Finding, ...]:
     found: list[Finding] = []
     for rule in RULES:
         found += _bounded(rule(reading))
-        reading.module.forget_inert()
+        reading.module.forget_inert(unless=MAX_READ)
     return tuple(found)
 
 

@@ -140,12 +140,14 @@ def uses(
     calls: tuple[tuple[Computation, Instruction], ...] = (),
     through: Collection[str] = SAME_VALUE,
     passes: Callable[[Use], bool] | None = None,
+    wanted: Callable[[Use], bool] | None = None,
 ) -> tuple[Use, ...] | None:
     """What becomes of the value that `found` makes (of element `path` of it, where it is a tuple).
 
     The value is followed through `through`, tuples, calls and into fusions, and from the start of
     an asynchronous operation to its done; and through whatever else `passes` agrees to. `calls`:
-    how we came to `computation`, where that is a fusion. None for more uses than anybody looks at.
+    how we came to `computation`, where that is a fusion. None for more uses than anybody looks at,
+    and as soon as one is not `wanted`.
     """
     ends: list[Use] = []
     todo = [_Value(computation, found.name, path, calls)]
@@ -155,18 +157,20 @@ def uses(
         value = todo.pop()
         made = value.computation.get(value.name)
         onward: list[_Value] = []
+        reached: list[Use] = []
         if made is not None and made is value.computation.root:
-            onward += _after(reading, value, made, ends)
+            onward += _after(reading, value, made, reached)
         users = value.computation.users(value.name)
         num_users += len(users)
-        if num_users > MAX_USERS or len(seen) + len(ends) > MAX_USES:
+        if num_users > MAX_USERS or len(seen) + len(ends) + len(reached) > MAX_USES:
             return None
-        reached: list[Use] = []
         for user in users:
             onward += _through(reading, value, user, through, reached)
         for end in reached:
             if passes is not None and not end.escapes and passes(end):
                 onward.append(_Value(end.computation, end.instruction.name, (), end.calls))
+            elif wanted is not None and not wanted(end):
+                return None
             else:
                 ends.append(end)
         todo += [value for value in onward if value not in seen]

@@ -72,11 +72,15 @@ def _own_slices(producers: Producers, site: Site, path: tuple[int, ...]) -> list
 
     An operation on all elements before the slice could as well come after it.
     """
-    start = (producers.reading, site.computation, site.instruction, path)
-    ends = uses(*start, through=_SLICED_LATER) or ()
-    if all(_is_own_slice(producers, end, site) for end in ends):
-        return [end.instruction for end in ends]
-    return []
+    ends = uses(
+        producers.reading,
+        site.computation,
+        site.instruction,
+        path,
+        through=_SLICED_LATER,
+        wanted=lambda end: _is_own_slice(producers, end, site),
+    )
+    return [end.instruction for end in ends or ()]
 
 
 def _is_own_slice(producers: Producers, end: Use, site: Site) -> bool:

@@ -6,6 +6,7 @@ Walks backward, bounded, without recursion; what they cannot decide is "no" or N
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from jaxpar.audit.groups import Ids
 from jaxpar.audit.reader import Computation, Instruction
 from jaxpar.audit.reading import Reading, Site
 from jaxpar.audit.shape import Array
+
+Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 
 MAX_VALUES = 48
 """Values that are looked at to find out what another is made of."""
@@ -98,7 +101,7 @@ class Producers:
         about the operands of that instruction instead.
         """
         todo = [place]
-        seen: set[tuple[str, str, tuple[int, ...]]] = set()
+        seen: set[Key] = set()
         while todo:
             end = self.end(todo.pop())
             if end is None or end.instruction is None:
@@ -123,10 +126,12 @@ def operand_places(found: Instruction, at: Place) -> list[Place]:
     return [Place(computation=at.computation, operand=it, calls=at.calls) for it in operands]
 
 
-def value_key(end: Place) -> tuple[str, str, tuple[int, ...]]:
+def value_key(end: Place) -> Key:
     """What makes a value that was followed back the same as another, within one module."""
-    calls = "/".join(call.name for _, call in end.calls)
-    return f"{calls}/{end.computation.name}", end.operand.name, end.operand.path
+    home, operand = end.computation.name, end.operand
+    if end.calls:
+        home = "/".join([*(call.name for _, call in end.calls), home])
+    return home, operand.name, operand.path
 
 
 class Groups:
