@@ -373,15 +373,16 @@ def accumulate(
         new = value_and_grad(params, micro_batch)
         return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new), None
 
-    def zeros(x: Any, dtype: Any) -> Array:
-        return vary(jnp.zeros(x.shape, dtype), tuple(varying_axes(x)))
+    def zeros(x: Any, dtype: jnp.dtype) -> Array:
+        wider = max(x.dtype, dtype, key=lambda d: d.itemsize)
+        return vary(jnp.zeros(x.shape, wider), tuple(varying_axes(x)))
 
     micro_batches = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), batch)
     first = jax.tree.map(lambda x: x[0], micro_batches)
     value, gradients = jax.eval_shape(value_and_grad, params, first)
     nothing = (
         jax.tree.map(lambda x: zeros(x, x.dtype), value),
-        jax.tree.map(lambda x: zeros(x, jnp.promote_types(x.dtype, dtype)), gradients),
+        jax.tree.map(lambda x: zeros(x, dtype), gradients),
     )
     total, _ = lax.scan(add, nothing, micro_batches)
     return total
