@@ -81,7 +81,7 @@ def attention(plan: Plan) -> Attention:
     elif plan.context == "ring":
         ring = Ring(
             axis=AXIS,
-            is_zigzag=layout.name == "zigzag",
+            layout=layout,
             reduce_dtype=reduce_dtype,
             keeps_first_visitor=repeats_attention(plan),
         )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar.collectives import all_gather, reduce_scatter
-from jaxpar.strategies.context.blocks import attend, attend_backward, row_delta
+from jaxpar.strategies.context.blocks import Places, Rows, attend, attend_backward
 from jaxpar.strategies.context.layout import SequenceLayout
 
 
@@ -39,16 +39,11 @@ class Gather:
     def whole(self, x_BSKH: Array) -> Array:
         return all_gather(x_BSKH, self.axis, dim=1, scope="gather_kv")
 
-    def visible(self, part_len: int, segments_BS: Array | None) -> Array:
-        """bool [B or 1, S/n, S]: key positions up to the query's, within its document."""
-        key_T = jnp.asarray(self.layout.order(part_len * self.layout.num_ranks))
-        start = lax.axis_index(self.axis) * part_len
-        query_S = lax.dynamic_slice_in_dim(key_T, start, part_len)
-        visible = (query_S[:, None] >= key_T[None, :])[None]
-        if segments_BS is None:
-            return visible
-        mine_BS = lax.dynamic_slice_in_dim(segments_BS, start, part_len, axis=1)
-        return visible & (mine_BS[:, :, None] == segments_BS[:, None, :])
+    def places(self, q_BSNH: Array, segments_BS: Array | None) -> tuple[Places, Places]:
+        """Of this device's queries, and of all keys."""
+        mine = self.layout.part_places(lax.axis_index(self.axis), q_BSNH.shape[:2], segments_BS)
+        order = jnp.asarray(self.layout.order(q_BSNH.shape[1] * self.layout.num_ranks))
+        return mine, Places(order[None], segments_BS)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -65,9 +60,8 @@ def gathered_attention(
 def _forward(
     gather: Gather, q_BSNH: Array, k_BSKH: Array, v_BSKH: Array, segments_BS: Array | None
 ) -> tuple[Array, tuple[Any, ...]]:
-    visible = gather.visible(q_BSNH.shape[1], segments_BS)
     kv = gather.whole(k_BSKH), gather.whole(v_BSKH)
-    piece = attend(q_BSNH, *kv, visible)
+    piece = attend(q_BSNH, *kv, *gather.places(q_BSNH, segments_BS))
     o_BSNH = piece.o_BSNH.astype(q_BSNH.dtype)
     kept = kv if gather.keeps_gathered else (k_BSKH, v_BSKH)
     return o_BSNH, (q_BSNH, *kept, segments_BS, o_BSNH, piece.lse_BSN)
@@ -78,15 +72,9 @@ def _backward(gather: Gather, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[A
     dtype = k.dtype
     if not gather.keeps_gathered:
         k, v = gather.whole(k), gather.whole(v)
-    dq, dk, dv = attend_backward(
-        q_BSNH,
-        k,
-        v,
-        gather.visible(q_BSNH.shape[1], segments_BS),
-        lse_BSN,
-        row_delta(o_BSNH, do_BSNH),
-        do_BSNH,
-    )
+    places = gather.places(q_BSNH, segments_BS)
+    rows = Rows.of(o_BSNH, lse_BSN, do_BSNH)
+    dq, dk, dv = attend_backward(q_BSNH, k, v, *places, rows)
     dk, dv = (
         reduce_scatter(x.astype(gather.reduce_dtype), gather.axis, dim=1, scope="scatter_dkv")
         for x in (dk, dv)

@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from jax import Array, lax
 
+from jaxpar.strategies.context.blocks import Places
+
 LayoutName = Literal["zigzag", "contiguous"]
 
 
@@ -58,16 +60,30 @@ class SequenceLayout:
         pairs = [(rank, self.num_chunks - 1 - rank) for rank in range(self.num_ranks)]
         return chunks[np.array(pairs).reshape(-1)].reshape(-1)
 
+    def part_positions(self, rank: Array | int, part_len: int) -> Array:
+        """The positions of a rank's tokens, int32 [S/ranks]."""
+        if self.num_chunks == self.num_ranks:
+            return rank * part_len + jnp.arange(part_len)
+        half = part_len // 2
+        early, late = rank * half, (self.num_chunks - 1 - rank) * half
+        return jnp.concatenate([early + jnp.arange(half), late + jnp.arange(half)])
+
+    def part_places(
+        self, rank: Array, shape_BS: tuple[int, ...], segments_BS: Array | None
+    ) -> Places:
+        """A rank's positions, and its documents out of those of all ranks; [B, S/ranks] each."""
+        part_len = shape_BS[1]
+        position_BS = jnp.broadcast_to(self.part_positions(rank, part_len), shape_BS)
+        if segments_BS is None:
+            return Places(position_BS, None)
+        start = rank * part_len
+        mine_BS = lax.dynamic_slice_in_dim(segments_BS, start, part_len, axis=1)
+        return Places(position_BS, mine_BS)
+
     def positions(self, local_len: int) -> Array:
         """The positions of this device's tokens, int32 [S/(ranks·slices)], inside `shard_map`."""
-        part_len = local_len * self.num_slices
         rank = lax.axis_index(self.rank_axis) if self.num_ranks > 1 else 0
-        if self.num_chunks == self.num_ranks:
-            part = rank * part_len + jnp.arange(part_len)
-        else:
-            half = part_len // 2
-            starts = jnp.stack([rank * half, (self.num_chunks - 1 - rank) * half])
-            part = (starts[:, None] + jnp.arange(half)).reshape(-1)
+        part = self.part_positions(rank, local_len * self.num_slices)
         if self.num_slices == 1:
             return part
         start = lax.axis_index(self.slice_axis) * local_len

@@ -26,12 +26,90 @@ from jax import Array, lax
 from jaxpar.collectives import ring_shift
 from jaxpar.strategies.context.blocks import (
     Piece,
+    Places,
+    Rows,
     attend,
     attend_backward,
     merge,
     only_if,
-    row_delta,
 )
+from jaxpar.strategies.context.layout import SequenceLayout
+
+
+class Meeting(NamedTuple):
+    """This device's queries and the visiting block: who is where, and what attends to what.
+
+    Here all queries to all keys, of which the causal mask leaves all or nothing.
+    """
+
+    mine: Places
+    theirs: Places
+
+    def queries(self, x: Any) -> Any:
+        return x
+
+    def keys(self, x: Any) -> Any:
+        return x
+
+    def sum_queries(self, x: Array) -> Array:
+        return x
+
+    def sum_keys(self, x: Array) -> Array:
+        return x
+
+    def add(self, piece: Piece, new: Piece) -> Piece:
+        return merge(piece, new)
+
+
+class ZigzagMeeting(NamedTuple):
+    """The same where both have an early and a late chunk, for devices other than this one.
+
+    Late queries see the visitor's early keys, always. Early queries see them too if the visitor is
+    the earlier rank, and otherwise late queries see the late keys as well: two whole chunks out of
+    four, on every device in every hop. They are computed as one batch of twice the size: queries
+    late | early or late, keys early | early or late.
+    """
+
+    mine: Places
+    theirs: Places
+    is_earlier: Array
+
+    def queries(self, x: Any) -> Any:
+        """[B, S/n, ..] -> [2B, S/2n, ..], leaf by leaf."""
+        return jax.tree.map(lambda leaf: self._two(leaf, first=1), x)
+
+    def keys(self, x: Any) -> Any:
+        """[B, S/n, ..] -> [2B, S/2n, ..], leaf by leaf."""
+        return jax.tree.map(lambda leaf: self._two(leaf, first=0), x)
+
+    def sum_queries(self, x: Array) -> Array:
+        """The transpose of `queries`: [2B, S/2n, ..] -> [B, S/n, ..]."""
+        one, early, late = self._parts(x)
+        return jnp.concatenate([early, one + late], axis=1)
+
+    def sum_keys(self, x: Array) -> Array:
+        """The transpose of `keys`."""
+        one, early, late = self._parts(x)
+        return jnp.concatenate([one + early, late], axis=1)
+
+    def add(self, piece: Piece, new: Piece) -> Piece:
+        """The piece of all local queries, with what this meeting adds to it."""
+        one, two = (Piece(*halves) for halves in zip(*(jnp.split(x, 2) for x in new), strict=True))
+        early, late = (
+            Piece(*halves) for halves in zip(*(jnp.split(x, 2, 1) for x in piece), strict=True)
+        )
+        early = merge(early, only_if(self.is_earlier, two))
+        late = merge(merge(late, one), only_if(~self.is_earlier, two))
+        return Piece(*(jnp.concatenate(x, axis=1) for x in zip(early, late, strict=True)))
+
+    def _two(self, x: Array, first: int) -> Array:
+        chunks = jnp.split(x, 2, axis=1)
+        chosen = jnp.where(self.is_earlier, chunks[0], chunks[1])
+        return jnp.concatenate([chunks[first], chosen])
+
+    def _parts(self, x: Array) -> tuple[Array, Array, Array]:
+        one, two = jnp.split(x, 2)
+        return one, jnp.where(self.is_earlier, two, 0), jnp.where(self.is_earlier, 0, two)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +122,25 @@ class Ring:
     """
 
     axis: str
-    is_zigzag: bool
+    layout: SequenceLayout
     reduce_dtype: Any
     keeps_first_visitor: bool = False
 
     def send(self, x: Any, scope: str) -> Any:
         return jax.tree.map(lambda one: ring_shift(one, self.axis, scope=scope), x)
+
+    def meet(
+        self, hop: Array | int, q_BSNH: Array, segments_BS: Array | None
+    ) -> Meeting | ZigzagMeeting:
+        """What happens in this hop: see `Meeting`. Hop 0 is a device with itself."""
+        rank, n = lax.axis_index(self.axis), lax.axis_size(self.axis)
+        source = (rank - hop) % n
+        mine, theirs = (
+            self.layout.part_places(r, q_BSNH.shape[:2], segments_BS) for r in (rank, source)
+        )
+        if self.layout.name == "zigzag":
+            return ZigzagMeeting(mine, theirs, source < rank)
+        return Meeting(mine, theirs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -70,9 +161,11 @@ def _forward(
     n = lax.axis_size(ring.axis)
 
     def visit(piece: Piece, kv: tuple[Array, Array], hop: Array | int) -> Piece:
-        meeting = _meeting(ring, hop, q_BSNH.shape[1], segments_BS)
-        k, v = (meeting.keys(x) for x in kv)
-        return meeting.add(piece, attend(meeting.queries(q_BSNH), k, v, meeting.visible_BST))
+        meeting = ring.meet(hop, q_BSNH, segments_BS)
+        queries, keys = meeting.queries(meeting.mine), meeting.keys(meeting.theirs)
+        k, v = meeting.keys(kv)
+        new = attend(meeting.queries(q_BSNH), k, v, queries, keys)
+        return meeting.add(piece, new)
 
     def step(carry: tuple[Piece, Any], hop: Array) -> tuple[tuple[Piece, Any], None]:
         piece, kv = carry
@@ -80,7 +173,8 @@ def _forward(
         return (visit(piece, kv, hop), next_kv), None
 
     first = kv = ring.send((k_BSKH, v_BSKH), "ring/kv")
-    piece = attend(q_BSNH, k_BSKH, v_BSKH, _own_visible(ring, q_BSNH.shape[1], segments_BS))
+    own = ring.meet(0, q_BSNH, segments_BS)
+    piece = attend(q_BSNH, k_BSKH, v_BSKH, own.mine, own.theirs)
     if n > 2:
         (piece, kv), _ = lax.scan(step, (piece, kv), jnp.arange(1, n - 1))
     piece = visit(piece, kv, n - 1)
@@ -92,18 +186,14 @@ def _forward(
 def _backward(ring: Ring, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[Any, ...]:
     q_BSNH, k_BSKH, v_BSKH, segments_BS, o_BSNH, lse_BSN, first = saved
     n = lax.axis_size(ring.axis)
-    delta_BSN = row_delta(o_BSNH, do_BSNH)
+    rows = Rows.of(o_BSNH, lse_BSN, do_BSNH)
 
     def visit(kv: tuple[Array, Array], hop: Array | int) -> tuple[Array, Array, Array]:
-        meeting = _meeting(ring, hop, q_BSNH.shape[1], segments_BS)
+        meeting = ring.meet(hop, q_BSNH, segments_BS)
+        queries, keys = meeting.queries(meeting.mine), meeting.keys(meeting.theirs)
+        k, v = meeting.keys(kv)
         dq, dk, dv = attend_backward(
-            meeting.queries(q_BSNH),
-            meeting.keys(kv[0]),
-            meeting.keys(kv[1]),
-            meeting.visible_BST,
-            meeting.queries(lse_BSN),
-            meeting.queries(delta_BSN),
-            meeting.queries(do_BSNH),
+            meeting.queries(q_BSNH), k, v, queries, keys, meeting.queries(rows)
         )
         return meeting.sum_queries(dq), meeting.sum_keys(dk), meeting.sum_keys(dv)
 
@@ -116,8 +206,8 @@ def _backward(ring: Ring, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[Any, 
         return (dq + more_dq, dkv, next_kv), None
 
     kv = first or ring.send((k_BSKH, v_BSKH), "ring/kv")
-    own = _own_visible(ring, q_BSNH.shape[1], segments_BS)
-    dq, *own_dkv = attend_backward(q_BSNH, k_BSKH, v_BSKH, own, lse_BSN, delta_BSN, do_BSNH)
+    own = ring.meet(0, q_BSNH, segments_BS)
+    dq, *own_dkv = attend_backward(q_BSNH, k_BSKH, v_BSKH, own.mine, own.theirs, rows)
 
     # The first visitor's gradients begin here, so they have not travelled yet.
     next_kv = ring.send(kv, "ring/kv") if n > 2 else kv
@@ -135,86 +225,3 @@ def _backward(ring: Ring, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[Any, 
 
 
 ring_attention.defvjp(_forward, _backward)
-
-
-class _Meeting(NamedTuple):
-    """What this device's queries do with the visiting block of another device.
-
-    contiguous: all or nothing, depending on who holds the earlier part.
-    zigzag: the queries are an early and a late chunk, and so are the keys. Late queries see the
-        visitor's early keys, always; early queries see them too if the visitor is the earlier rank,
-        and otherwise late queries see the late keys as well. Two whole chunks out of four on every
-        device in every hop. They are computed as one batch: queries late | early or late, keys
-        early | early or late.
-    """
-
-    is_zigzag: bool
-    is_earlier: Array
-    visible_BST: Array | None
-
-    def queries(self, x: Array) -> Array:
-        """[B, S/n, ..] -> [2B, S/2n, ..] with zigzag."""
-        if not self.is_zigzag:
-            return x
-        early, late = jnp.split(x, 2, axis=1)
-        return jnp.concatenate([late, jnp.where(self.is_earlier, early, late)])
-
-    def keys(self, x: Array) -> Array:
-        """[B, S/n, ..] -> [2B, S/2n, ..] with zigzag."""
-        if not self.is_zigzag:
-            return x
-        early, late = jnp.split(x, 2, axis=1)
-        return jnp.concatenate([early, jnp.where(self.is_earlier, early, late)])
-
-    def sum_queries(self, x: Array) -> Array:
-        """The transpose of `queries`."""
-        if not self.is_zigzag:
-            return x
-        one, two = jnp.split(x, 2)
-        early, late = jnp.where(self.is_earlier, two, 0), jnp.where(self.is_earlier, 0, two)
-        return jnp.concatenate([early, one + late], axis=1)
-
-    def sum_keys(self, x: Array) -> Array:
-        """The transpose of `keys`."""
-        if not self.is_zigzag:
-            return x
-        one, two = jnp.split(x, 2)
-        early, late = jnp.where(self.is_earlier, two, 0), jnp.where(self.is_earlier, 0, two)
-        return jnp.concatenate([one + early, late], axis=1)
-
-    def add(self, piece: Piece, new: Piece) -> Piece:
-        """The piece of all local queries, with what this meeting adds to it."""
-        if not self.is_zigzag:
-            return merge(piece, new)
-        one, two = (Piece(*halves) for halves in zip(*(jnp.split(x, 2) for x in new), strict=True))
-        early, late = (
-            Piece(*halves) for halves in zip(*(jnp.split(x, 2, 1) for x in piece), strict=True)
-        )
-        early = merge(early, only_if(self.is_earlier, two))
-        late = merge(merge(late, one), only_if(~self.is_earlier, two))
-        return Piece(*(jnp.concatenate(x, axis=1) for x in zip(early, late, strict=True)))
-
-
-def _meeting(ring: Ring, hop: Array | int, part_len: int, segments_BS: Array | None) -> _Meeting:
-    rank, n = lax.axis_index(ring.axis), lax.axis_size(ring.axis)
-    source = (rank - hop) % n
-    meeting = _Meeting(ring.is_zigzag, source < rank, None)
-    visible = None if ring.is_zigzag else meeting.is_earlier[None, None, None]
-    if segments_BS is not None:
-        query_BS, key_BT = (_part(segments_BS, r, part_len) for r in (rank, source))
-        same = meeting.queries(query_BS)[:, :, None] == meeting.keys(key_BT)[:, None, :]
-        visible = same if visible is None else same & visible
-    return meeting._replace(visible_BST=visible)
-
-
-def _own_visible(ring: Ring, part_len: int, segments_BS: Array | None) -> Array:
-    """Both layouts keep a device's tokens in order, so its own past is what it is on one device."""
-    visible = jnp.tril(jnp.ones((1, part_len, part_len), jnp.bool_))
-    if segments_BS is None:
-        return visible
-    mine = _part(segments_BS, lax.axis_index(ring.axis), part_len)
-    return visible & (mine[:, :, None] == mine[:, None, :])
-
-
-def _part(segments_BS: Array, rank: Array, part_len: int) -> Array:
-    return lax.dynamic_slice_in_dim(segments_BS, rank * part_len, part_len, axis=1)
