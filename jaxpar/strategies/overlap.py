@@ -15,8 +15,8 @@ V = B·S·D·bytes of one micro-batch on one device, L layers, m micro-batches, 
 | collective-permute | backward  | 4mL(n-1)  | V/n           | their transposes                    |
 | collective-permute | recompute | see remat | V/n           | whatever of them is done again      |
 
-On the wire that is the (n-1)/n of V that a gather or a scatter sends. The embedding and the output
-keep their plain collectives (sequence.py).
+On the wire that is the (n-1)/n of V that a gather or a scatter sends. The embedding, the output and
+MoE layers' experts keep their plain collectives (sequence.py).
 
 `unidirectional` sends everything to the next device: n-1 hops one after the other. `bidirectional`
 sends to both neighbours at once, n/2 hops after one another, where links carry both ways.
@@ -213,12 +213,14 @@ def _same_axes(*arrays: Array) -> list[Array]:
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     m, n, L = plan.num_accumulation_steps, plan.size(AXIS), config.num_layers
     num_tokens = plan.local_batch_size * plan.local_seq_len
+    # Attention of each layer, and each MLP: experts enter and leave as one, and plainly.
+    halves = L + (config.num_dense_layers if config.num_experts else L)
 
     def row(phase: Phase, count: int, why: str) -> Expected:
         return Expected(
             kind="collective-permute",
             axes=(AXIS,),
-            count=m * L * count * (n - 1),
+            count=m * count * (n - 1),
             payload_bytes=num_tokens // n * config.embed * plan.compute_bytes,
             dtype=DTYPES[plan.compute_dtype],
             phase=phase,
@@ -226,11 +228,10 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         )
 
     rows = [
-        row("forward", 4, "enter and leave attention and MLP of each layer, piece by piece"),
-        row("backward", 4, "their transposes"),
+        row("forward", 2 * halves, "enter and leave attention and MLP of each layer, in pieces"),
+        row("backward", 2 * halves, "their transposes"),
     ]
-    again = 2 * remat.repeats_enter(plan) + remat.repeats_leave(plan)
-    if again:
+    if again := halves * remat.repeats_enter(plan) + L * remat.repeats_leave(plan):
         rows.append(row("recompute", again, "whatever of them is done again"))
     return rows
 

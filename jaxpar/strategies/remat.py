@@ -5,12 +5,12 @@ Why              the activations of L layers outgrow the weights as soon as sequ
 What it costs    the operations below once more, in phase `recompute`, layer by layer before each
                  layer's backward; collectives among them are sent again.
 
-| Plan.remat  | kept per layer                         | computed again                       |
-|-------------|----------------------------------------|--------------------------------------|
-| 'none'      | whatever the backward uses             | nothing                              |
-| 'selective' | all but scores and weights of attention | attention between projections       |
-| 'dots'      | its input, results of split matmuls    | norms, attention, activation, gather |
-| 'full'      | its input                              | everything but the last matmul       |
+| Plan.remat  | kept per layer                          | computed again                       |
+|-------------|-----------------------------------------|--------------------------------------|
+| 'none'      | whatever the backward uses              | nothing                              |
+| 'selective' | all but scores and weights of attention | attention between projections        |
+| 'dots'      | its input, results of split matmuls     | norms, attention, activation, gather |
+| 'full'      | its input                               | everything but the last matmul       |
 
 Collectives in phase recompute, per layer and micro-batch; the strategies' own closed forms have
 them, with the rules of this file:
@@ -21,12 +21,13 @@ them, with the rules of this file:
 | sequence | none        | 2 all-gather          | 2 all-gather, 1 reduce-scatter  |
 | overlap  | none        | 2(n-1) permutes       | 3(n-1) permutes                 |
 | context  | none        | its forward attention | its forward attention           |
-| fsdp     | its own     | every matrix gathered | every matrix gathered           |
+| experts  | none        | all they do forward   | all they do forward             |
 
-'selective' repeats no collective whatever the mesh: where keys and values travel, the strategy
-that makes them travel has a backward of its own that keeps no scores to begin with. 'dots' keeps
-what `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` does on one device; it goes by
-names (`Parallel.column`, `Parallel.row`), so that a product is kept after its reduction.
+Weights that are gathered layer by layer are so again, or not, as fsdp.py says, whatever the choice
+here. 'selective' repeats no collective: where keys and values travel, the strategy that makes them
+travel has a backward of its own that keeps no scores to begin with. 'dots' keeps what
+`jax.checkpoint_policies.dots_with_no_batch_dims_saveable` does on one device; it goes by names
+(`Parallel.column`, `Parallel.row`), so that a product is kept after its reduction.
 
 Sources: Chen et al. 2016, "Training deep nets with sublinear memory cost"; Korthikanti et al. 2022,
 §5 (selective). Bytes per layer: predict/activations.py.
@@ -86,7 +87,7 @@ def attention_core(plan: Plan) -> Callable[..., Any]:
 
 
 def checkpoint(plan: Plan) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wraps the scanned layer. What it gathers of its weights is gathered again as well."""
+    """Wraps the scanned layer; its weights are inputs, so that they are not kept on its account."""
     policy = None
     if plan.remat == "dots":
         policy = jax.checkpoint_policies.save_only_these_names(COLUMN, ROW)
@@ -119,7 +120,6 @@ STRATEGY = Strategy(
     is_active=lambda plan: plan.remat != "none",
     is_partial=lambda parameter: False,
     hooks=hooks,
-    refines="fsdp",  # which has a choice of its own of what to keep
     expected=expected,
     variants=(
         Variant(name="remat-selective", mesh="data=2,tensor=4",

@@ -82,19 +82,20 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
             why=why,
         )
 
-    if plan.overlap != "none":
-        L = 0  # the layers' are permutes instead (overlap.py)
-    each = m * (2 * L + 1)
+    entered, left = 2 * L, L
+    if plan.overlap != "none":  # then they are permutes, but for layers with experts (overlap.py)
+        entered, left = L - config.num_dense_layers if config.num_experts else 0, 0
+    each = m * (entered + 1)
     rows = [
         row("all-gather", "forward", each, "enter attention and MLP of each layer, and output"),
         row("reduce-scatter", "forward", each, "leave attention, MLP and the embedding"),
         row("all-gather", "backward", each, "transpose of leaving"),
         row("reduce-scatter", "backward", each, "transpose of entering"),
     ]
-    if L and remat.repeats_enter(plan):
-        rows.append(row("all-gather", "recompute", 2 * m * L, "enter attention and MLP again"))
-    if L and remat.repeats_leave(plan):
-        rows.append(row("reduce-scatter", "recompute", m * L, "leave attention again"))
+    if entered and remat.repeats_enter(plan):
+        rows.append(row("all-gather", "recompute", m * entered, "enter attention and MLP again"))
+    if left and remat.repeats_leave(plan):
+        rows.append(row("reduce-scatter", "recompute", m * left, "leave attention again"))
     return rows
 
 
