@@ -105,6 +105,7 @@ def explain(
 
     _check_writable(json_path)
     strategy, variant = compose.strategy(name)
+    own = ("num_accumulation_steps", "sequence", "compute_dtype", "reduce_dtype", "remat")
     plan = Plan(
         mesh=MeshSpec.load(mesh or variant.mesh),
         batch_size=batch_size,
@@ -114,6 +115,7 @@ def explain(
         compute_dtype=compute_dtype,  # type: ignore[arg-type]  # the plan checks it
         reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
         remat=remat,  # type: ignore[arg-type]
+        **{field: value for field, value in variant.fields.items() if field not in own},
     )
     config = preset(model)
     whole_step = expected(config, plan)
@@ -137,6 +139,26 @@ def explain(
             "whole_step": [asdict(row) for row in whole_step],
         },
     )
+
+
+@app.command()
+def table(
+    zero: Annotated[
+        bool, typer.Option("--zero", help="State per device by ZeRO stage and number of devices.")
+    ] = False,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="A preset, instead of the paper's sizes; may be repeated."),
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """A table of closed forms. Nothing is run."""
+    from jaxpar.cli_table import answer
+
+    _check_writable(json_path)
+    shown, data = answer(zero, model or [])
+    _print_table(_console(), shown)
+    _write_json(json_path, data)
 
 
 @app.command()

@@ -119,7 +119,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     ]
     for placed in layout:
         if placed.inner_axes:
-            L = placed.parameter.num_stacked or 1
+            L = shards.num_layers(placed)
             rows.append(
                 Expected(
                     kind="all-reduce",

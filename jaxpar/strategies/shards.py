@@ -168,7 +168,7 @@ def row(
     """`count` gathers or scatters of a split parameter, `of` layers at once where it is stacked."""
     gathers = kind == "all-gather"
     dtype = DTYPES[(plan.gather_dtype or plan.compute_dtype) if gathers else plan.reduce_dtype]
-    size = placed.local_size * plan.size(AXIS) // (placed.parameter.num_stacked or 1)
+    size = placed.local_size * plan.size(AXIS) // num_layers(placed)
     return Expected(
         kind=kind,
         axes=(AXIS,),
@@ -178,6 +178,11 @@ def row(
         phase=phase,
         why=f"{why} {placed.parameter.path}",
     )
+
+
+def num_layers(placed: Placed) -> int:
+    """Layers of a stacked parameter on one device; 1 for others."""
+    return placed.local_shape[0] if placed.parameter.num_stacked else 1
 
 
 # --- rules -----------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         weight = shards.weight(plan, placed)
         if weight.dim is None:
             continue
-        L = placed.parameter.num_stacked or 1
+        L = shards.num_layers(placed)
         rows.append(row("all-gather", "forward", placed, plan, count=1, of=L, why="use"))
         if weight.is_trained:
             why = "gradient of"
