@@ -118,3 +118,11 @@ def ring_shift(x: Array, axis: str, *, by: int = 1, scope: str) -> Array:
     n = lax.axis_size(axis)
     with jax.named_scope(scope):
         return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
+
+
+def permute(x: Array, axis: str, pairs: Sequence[tuple[int, int]], *, scope: str) -> Array:
+    """Send `x` along `axis` by pairs (from, to); zeros arrive where nobody sends to."""
+    if not real_axes(axis):
+        return x
+    with jax.named_scope(scope):
+        return lax.ppermute(x, axis, pairs)

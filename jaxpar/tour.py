@@ -27,6 +27,7 @@ from jaxpar.numerics import relative_error
 from jaxpar.predict.volume import expected
 from jaxpar.reference import one_device, plain_step, reference_init
 from jaxpar.strategies import compose
+from jaxpar.strategies.pipeline.schedule import Schedule
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.strategy import Variant
 from jaxpar.text import Batch, Corpus
@@ -72,6 +73,8 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         plan = {f.name: getattr(self.plan, f.name) for f in fields(Plan) if f.name != "mesh"}
+        if isinstance(self.plan.schedule, Schedule):
+            plan["schedule"] = self.plan.schedule.name
         return {
             "strategy": self.strategy,
             "plan": plan,
@@ -199,7 +202,7 @@ def take_row(name: str, step: TrainStep, batches: Sequence[Batch], reference: Tr
         lines=lines,
         loss_error=relative_error(trained.losses, reference.losses),
         gradient_norm_error=relative_error(trained.gradient_norms, reference.gradient_norms),
-        parameter_error=relative_error(trained.params, reference.params),
+        parameter_error=relative_error(step.in_layer_order(trained.params), reference.params),
     )
 
 

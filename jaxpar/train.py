@@ -27,7 +27,7 @@ from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.model.routing import balanced_bias
 from jaxpar.model.transformer import Params, abstract_model, init_params
-from jaxpar.strategies import compose, context
+from jaxpar.strategies import compose, context, pipeline
 from jaxpar.strategies.clip import clip, global_norm
 from jaxpar.strategies.data import (
     count_tokens,
@@ -167,6 +167,14 @@ class TrainStep:
         self._check_state(state)
         return self.jitted(state, placed)
 
+    def in_layer_order(self, params: Params) -> Params:
+        """Parameters of this step as every model has them: [L, ..] each, layers in their order.
+
+        A pipeline holds them in the order of its stages, padded where they do not divide. `params`
+        are whole arrays, such as `jax.device_get(state.params)`.
+        """
+        return pipeline.in_layer_order(params, self.config, self.plan)
+
     def _check_state(self, state: TrainState) -> None:
         want = self.abstract_inputs[0]
         trees: list[Any] = [jax.tree.structure(state), jax.tree.structure(want)]
@@ -274,7 +282,7 @@ class TrainStep:
     # --- what one device does ----------------------------------------------------------------
 
     def _init(self, seed: int) -> TrainState:
-        params = init_params(self.config, seed)
+        params = pipeline.in_stage_order(init_params(self.config, seed), self.config, self.plan)
         return TrainState(params, self.optimizer.init(self._trained(params)))
 
     def _trained(self, params: Params) -> Params:
@@ -293,13 +301,18 @@ class TrainStep:
         trained = start_gradients(self._trained(state.params), reduced_axes)
         params = fill(trained, state.params)
         params, parallel = compose.start(self.config, self.plan, params, parallel)
-        (loss, stats), gradients = accumulate(
-            partial(self._loss, others=params, num_tokens=num_tokens, parallel=parallel),
-            self._trained(params),
-            batch,
-            self.plan.num_accumulation_steps,
-            jnp.dtype(self.plan.reduce_dtype),
-        )
+        if self.plan.size("pipe") == 1:
+            (loss, stats), gradients = accumulate(
+                partial(self._loss, others=params, num_tokens=num_tokens, parallel=parallel),
+                self._trained(params),
+                batch,
+                self.plan.num_accumulation_steps,
+                jnp.dtype(self.plan.reduce_dtype),
+            )
+        else:
+            (loss, stats), gradients = pipeline.loss_and_gradients(
+                self.config, self.plan, params, batch, num_tokens=num_tokens, parallel=parallel
+            )
         gradients = compose.finish(self.config, self.plan, gradients)
         loss = sum_loss(loss)
         gradients = reduce_gradients(gradients, reduced_axes, jnp.dtype(self.plan.reduce_dtype))

@@ -46,6 +46,8 @@ def phase_of(op_name: str, differentiated: bool) -> str:
         return "recompute"
     if "transpose(" in op_name:
         return "backward"
+    if "recompute" in components:  # the program says so: a forward that is run again, for its vjp
+        return "recompute"
     if "jvp(" in op_name:
         return "forward"
     for component in reversed(components):

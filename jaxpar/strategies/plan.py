@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jaxpar.errors import (
     PlanError,
+    did_you_mean,
     nearest_multiples,
     require_choice,
     require_positive,
@@ -17,6 +18,9 @@ from jaxpar.errors import (
     shown,
 )
 from jaxpar.mesh import MeshSpec
+
+if TYPE_CHECKING:
+    from jaxpar.strategies.pipeline.schedule import Schedule
 
 BATCH_AXES = ("slice", "data", "fsdp", "expert")
 """Axes over which the sequences of a batch are spread."""
@@ -68,6 +72,9 @@ class Plan:
     batch_size: int
     seq_len: int
     num_accumulation_steps: int = 1
+    schedule: str | Schedule = "1f1b"
+    num_microbatches: int = 1
+    num_virtual_stages: int = 1
     zero: Literal[1, 2, 3] = 3
     reshard_after_forward: bool = True
     prefetch: bool = False
@@ -96,6 +103,7 @@ class Plan:
             )
         for field in (
             "batch_size", "seq_len", "num_accumulation_steps", "num_layers_per_gather",
+            "num_microbatches", "num_virtual_stages",
         ):  # fmt: skip
             require_whole(PlanError, field, getattr(self, field))
         for field, choices in (
@@ -123,14 +131,35 @@ class Plan:
                 f"frozen={shown(self.frozen)} must be a tuple of patterns of paths, such as "
                 f"('embedding/*', 'layers/mlp/*')."
             )
-        step = self.num_batch_shards * self.num_accumulation_steps
+        self._read_schedule()
+        step = self.num_batch_shards * self.num_accumulation_steps * self.num_microbatches
         if self.batch_size % step:
+            parts = "num_accumulation_steps" if self.num_microbatches == 1 else "num_microbatches"
             axes = " × ".join(f"{a}={self.size(a)}" for a in self.in_mesh_order(BATCH_AXES))
             raise PlanError(
                 f"batch_size={self.batch_size} does not divide into {step} equal parts: the mesh "
-                f"spreads it over {axes or 'one device'} and num_accumulation_steps="
-                f"{self.num_accumulation_steps}. Nearest batch_size: "
+                f"spreads it over {axes or 'one device'} and {parts}="
+                f"{getattr(self, parts)}. Nearest batch_size: "
                 f"{nearest_multiples(self.batch_size, step) or 'none; accumulate fewer steps'}."
+            )
+
+    def _read_schedule(self) -> None:
+        """A path becomes the table in its file, so that nothing is read after this."""
+        from jaxpar.strategies.pipeline import builders, schedule, tables  # they need a Plan
+
+        given = self.schedule
+        if isinstance(given, str) and given not in builders.BUILDERS:
+            if not given.endswith(".csv"):
+                raise PlanError(
+                    f"schedule={shown(given)} is no schedule. "
+                    f"{did_you_mean(given, builders.BUILDERS)} A table of your own is a file that "
+                    f"ends in .csv, or a Schedule."
+                )
+            object.__setattr__(self, "schedule", tables.read_csv(given))
+        elif not isinstance(given, str | schedule.Schedule):
+            raise PlanError(
+                f"schedule={shown(given)} ({type(given).__name__}) must be one of "
+                f"{', '.join(map(repr, builders.BUILDERS))}, the path of a table, or a Schedule."
             )
 
     def size(self, axis: str) -> int:
@@ -153,7 +182,13 @@ class Plan:
     @property
     def local_batch_size(self) -> int:
         """Sequences of one micro-batch on one device (B in the closed forms)."""
-        return self.batch_size // self.num_batch_shards // self.num_accumulation_steps
+        num_microbatches = self.num_accumulation_steps * self.num_microbatches
+        return self.batch_size // self.num_batch_shards // num_microbatches
+
+    def num_local_layers(self, num_layers: int) -> int:
+        """Layers of a stack that one device holds, all of one length, the last ones padding."""
+        num_chunks = self.size("pipe") * self.num_virtual_stages
+        return -(-num_layers // num_chunks) * self.num_virtual_stages
 
     @property
     def local_seq_len(self) -> int:
