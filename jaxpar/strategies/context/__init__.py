@@ -264,7 +264,5 @@ STRATEGY = Strategy(
         Variant(name="context-ulysses", mesh="context=8", fields={"context": "ulysses"}),
         Variant(name="context-allgather", mesh="context=8", fields={"context": "allgather"}),
         Variant(name="context-ring+ulysses", mesh="context=2,ulysses=4"),
-        Variant(name="data+context-ring", mesh="data=2,context=4"),
-        Variant(name="context-ring+tensor", mesh="context=4,tensor=2"),
     ),
 )
