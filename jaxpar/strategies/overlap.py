@@ -45,6 +45,7 @@ from jaxpar.errors import PlanError
 from jaxpar.model.config import ModelConfig
 from jaxpar.strategies import remat
 from jaxpar.strategies.plan import DTYPES, Plan
+from jaxpar.strategies.runs import runs_of
 from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
 from jaxpar.strategies.tensor import AXIS
 
@@ -211,28 +212,34 @@ def _same_axes(*arrays: Array) -> list[Array]:
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
-    m, n, L = plan.num_accumulation_steps, plan.size(AXIS), config.num_layers
+    n, L = plan.size(AXIS), config.num_layers
+    runs = runs_of(plan, L)
     num_tokens = plan.local_batch_size * plan.local_seq_len
     # Attention of each layer, and each MLP: experts enter and leave as one, and plainly.
     halves = L + (config.num_dense_layers if config.num_experts else L)
 
-    def row(phase: Phase, count: int, why: str) -> Expected:
+    def row(phase: Phase, layers: int, count: int, why: str) -> Expected:
+        """`layers` executions of a layer, and `count` rounds of hops in all of L layers."""
         return Expected(
             kind="collective-permute",
             axes=(AXIS,),
-            count=m * count * (n - 1),
+            count=layers * count // L * (n - 1),
             payload_bytes=num_tokens // n * config.embed * plan.compute_bytes,
             dtype=DTYPES[plan.compute_dtype],
             phase=phase,
             why=why,
         )
 
+    forward, backward, repeated = runs.forward_layers, runs.backward_layers, runs.repeated_layers
+    why = "enter and leave attention and MLP of each layer, in pieces"
     rows = [
-        row("forward", 2 * halves, "enter and leave attention and MLP of each layer, in pieces"),
-        row("backward", 2 * halves, "their transposes"),
+        row("forward", forward, 2 * halves, why),
+        row("backward", backward, 2 * halves, "their transposes"),
     ]
+    if repeated:
+        rows.append(row("recompute", repeated, 2 * halves, "again, to compute a stage again"))
     if again := halves * remat.repeats_enter(plan) + L * remat.repeats_leave(plan):
-        rows.append(row("recompute", again, "whatever of them is done again"))
+        rows.append(row("recompute", backward, again, "whatever of them is done again"))
     return rows
 
 

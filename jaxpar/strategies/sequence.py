@@ -34,6 +34,7 @@ from jaxpar.errors import PlanError, nearest_multiples
 from jaxpar.model.config import ModelConfig
 from jaxpar.strategies import remat
 from jaxpar.strategies.plan import DTYPES, Plan
+from jaxpar.strategies.runs import runs_of
 from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
 from jaxpar.strategies.tensor import AXIS, partial_lookup
 
@@ -68,7 +69,8 @@ def embed(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype) -> Array:
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
-    m, L = plan.num_accumulation_steps, config.num_layers
+    L = config.num_layers
+    runs = runs_of(plan, L)
     payload = plan.local_batch_size * plan.local_seq_len * config.embed * plan.compute_bytes
 
     def row(kind: str, phase: Phase, count: int, why: str) -> Expected:
@@ -85,17 +87,25 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     entered, left = 2 * L, L
     if plan.overlap != "none":  # then they are permutes, but for layers with experts (overlap.py)
         entered, left = L - config.num_dense_layers if config.num_experts else 0, 0
-    each = m * (entered + 1)
+    forward, backward, again = (
+        layers * entered // L
+        for layers in (runs.forward_layers, runs.backward_layers, runs.repeated_layers)
+    )
     rows = [
-        row("all-gather", "forward", each, "enter attention and MLP of each layer, and output"),
-        row("reduce-scatter", "forward", each, "leave attention, MLP and the embedding"),
-        row("all-gather", "backward", each, "transpose of leaving"),
-        row("reduce-scatter", "backward", each, "transpose of entering"),
+        row("all-gather", "forward", forward + runs.ends, "enter each half of a layer, and output"),
+        row("reduce-scatter", "forward", forward + runs.embeddings, "leave them, and embedding"),
+        row("all-gather", "backward", backward + runs.ends, "transpose of leaving"),
+        row("reduce-scatter", "backward", backward + runs.ends, "transpose of entering"),
     ]
+    if again:
+        rows.append(row("all-gather", "recompute", again, "enter again, to compute a stage again"))
+    if again_left := again + runs.repeated_embeddings:
+        rows.append(row("reduce-scatter", "recompute", again_left, "leave again, likewise"))
     if entered and remat.repeats_enter(plan):
-        rows.append(row("all-gather", "recompute", m * entered, "enter attention and MLP again"))
+        rows.append(row("all-gather", "recompute", backward, "enter attention and MLP again"))
     if left and remat.repeats_leave(plan):
-        rows.append(row("reduce-scatter", "recompute", m * left, "leave attention again"))
+        count = runs.backward_layers * left // L
+        rows.append(row("reduce-scatter", "recompute", count, "leave attention again"))
     return rows
 
 

@@ -39,6 +39,7 @@ from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.model.parallel import Stats
 from jaxpar.strategies import remat
 from jaxpar.strategies.plan import DTYPES, Plan
+from jaxpar.strategies.runs import runs_of
 from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
 
 AXIS = "tensor"
@@ -133,7 +134,7 @@ def kv_weight(w_DKH: Array, num_kv_heads: int) -> Array:
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
-    m, L = plan.num_accumulation_steps, config.num_layers
+    runs = runs_of(plan, config.num_layers)
     num_tokens = plan.local_batch_size * plan.local_seq_len
 
     def row(phase: Phase, count: int, why: str) -> Expected:
@@ -147,17 +148,25 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
             why=why,
         )
 
-    rows = [] if plan.sequence else [
-        row("forward", m * (2 * L + 1), "leave attention and MLP of each layer, and embedding"),
-        row("backward", m * (2 * L + 1), "enter attention and MLP of each layer, and output"),
-    ]  # fmt: skip
-    if remat.repeats_leave(plan) and not plan.sequence:
-        rows.append(row("recompute", m * L, "leave attention again, to recompute the MLP"))
+    rows = []
+    if not plan.sequence:
+        forward = 2 * runs.forward_layers + runs.embeddings
+        backward = 2 * runs.backward_layers + runs.ends
+        again = 2 * runs.repeated_layers + runs.repeated_embeddings
+        rows += [
+            row("forward", forward, "leave attention and MLP of each layer, and embedding"),
+            row("backward", backward, "enter attention and MLP of each layer, and output"),
+        ]
+        if again:
+            rows.append(row("recompute", again, "leave them again, to compute a stage again"))
+        if remat.repeats_leave(plan):
+            count = runs.backward_layers
+            rows.append(row("recompute", count, "leave attention again, to recompute the MLP"))
     rows.append(
         Expected(
             kind="all-reduce",
             axes=(AXIS,),
-            count=3 * m,
+            count=3 * runs.ends,
             payload_bytes=num_tokens * 4,
             dtype="f32",
             phase="forward",
@@ -169,7 +178,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
             Expected(
                 kind="all-reduce",
                 axes=(AXIS,),
-                count=m,
+                count=runs.ends,
                 payload_bytes=4 * sum(config.num_statistics.values()),
                 dtype="f32",
                 phase="forward",

@@ -53,6 +53,7 @@ from jaxpar.strategies.context.layout import SequenceLayout
 from jaxpar.strategies.context.ring import Ring, ring_attention
 from jaxpar.strategies.context.ulysses import Attention, exchanging_heads
 from jaxpar.strategies.plan import DTYPES, Plan
+from jaxpar.strategies.runs import runs_of
 from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
 
 AXIS = "context"
@@ -131,7 +132,7 @@ def token_order(plan: Plan) -> npt.NDArray[np.int32] | None:
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     where = sequence_layout(plan)
-    m, L, n = plan.num_accumulation_steps, config.num_layers, where.num_ranks
+    runs, n = runs_of(plan, config.num_layers), where.num_ranks
     local_tokens = plan.local_batch_size * plan.seq_len // (n * where.num_slices)
     compute = plan.compute_bytes, DTYPES[plan.compute_dtype]
     reduce = plan.reduce_bytes, DTYPES[plan.reduce_dtype]
@@ -143,12 +144,20 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         kind: str, axis: str, count: int, phases: tuple[Phase, ...], elements: int,
         dtype: tuple[int, str], why: str,
     ) -> None:  # fmt: skip
-        for phase in phases if count else ():
+        layers: dict[Phase, int] = {
+            "forward": runs.forward_layers,
+            "backward": runs.backward_layers,
+            "recompute": runs.backward_layers,
+        }
+        each = [(phase, layers[phase]) for phase in phases]
+        if runs.repeated_layers and "forward" in phases:
+            each.append(("recompute", runs.repeated_layers))
+        for phase, num_layers in each if count else ():
             rows.append(
                 Expected(
                     kind=kind,
                     axes=(axis,),
-                    count=m * L * count,
+                    count=num_layers * count,
                     payload_bytes=elements * dtype[0],
                     dtype=dtype[1],
                     phase=phase,
