@@ -143,18 +143,19 @@ def _empty(like: Array, num_rows: int, width: int) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _gather_matmul(x: Array, weights: tuple[Array, ...], route: Hops) -> tuple[Array, ...]:
-    return ring_gather(x, weights, route)[1:]
+    return ring_gather(x, tuple(map(_by_columns, weights)), route)[1:]
 
 
 def _gather_matmul_forward(x: Array, weights: tuple[Array, ...], route: Hops) -> tuple[Any, Any]:
-    whole, *products = ring_gather(x, weights, route)
+    whole, *products = ring_gather(x, tuple(map(_by_columns, weights)), route)
     return tuple(products), (whole, weights)
 
 
 def _gather_matmul_backward(route: Hops, saved: Any, gradients: tuple[Array, ...]) -> Any:
     whole, weights = saved
-    dx = matmul_ring_scatter(gradients, tuple(w.T for w in weights), route)
-    return dx, tuple(_weight_gradient(whole, dy) for dy in gradients)
+    dx = matmul_ring_scatter(gradients, tuple(_by_columns(w).T for w in weights), route)
+    dw = (_weight_gradient(whole, dy) for dy in gradients)
+    return dx, tuple(d.reshape(w.shape) for d, w in zip(dw, weights, strict=True))
 
 
 _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
@@ -162,7 +163,7 @@ _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _matmul_scatter(h: Array, w: Array, route: Hops) -> Array:
-    return matmul_ring_scatter((h,), (w,), route)
+    return matmul_ring_scatter((h,), (_by_rows(w),), route)
 
 
 def _matmul_scatter_forward(h: Array, w: Array, route: Hops) -> tuple[Array, Any]:
@@ -171,11 +172,19 @@ def _matmul_scatter_forward(h: Array, w: Array, route: Hops) -> tuple[Array, Any
 
 def _matmul_scatter_backward(route: Hops, saved: Any, dy: Array) -> Any:
     h, w = saved
-    whole_dy, dh = ring_gather(dy, (w.T,), route)
-    return dh, _weight_gradient(h, whole_dy)
+    whole_dy, dh = ring_gather(dy, (_by_rows(w).T,), route)
+    return dh, _weight_gradient(h, whole_dy).reshape(w.shape)
 
 
 _matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
+
+
+def _by_columns(w: Array) -> Array:
+    return w.reshape(w.shape[0], -1)
+
+
+def _by_rows(w: Array) -> Array:
+    return w.reshape(-1, w.shape[-1])
 
 
 def _weight_gradient(x: Array, dy: Array) -> Array:
@@ -188,9 +197,8 @@ def _weight_gradient(x: Array, dy: Array) -> Array:
 
 def gather_matmul(x_BSD: Array, weights: tuple[Array, ...], direction: str) -> tuple[Array, ...]:
     """`Parallel.column` with its gather in pieces: [B, S/n, D], [D, *X] each -> [B, S, *X] each."""
-    x_BSD, *flat = _same_axes(x_BSD, *(w.reshape(w.shape[0], -1) for w in weights))
-    route = hops(lax.axis_size(AXIS), direction)
-    products = _gather_matmul(x_BSD, tuple(flat), route)
+    x_BSD, *weights_ = _same_axes(x_BSD, *weights)
+    products = _gather_matmul(x_BSD, tuple(weights_), hops(lax.axis_size(AXIS), direction))
     return tuple(
         y.reshape(*y.shape[:2], *w.shape[1:]) for y, w in zip(products, weights, strict=True)
     )
@@ -198,7 +206,7 @@ def gather_matmul(x_BSD: Array, weights: tuple[Array, ...], direction: str) -> t
 
 def matmul_scatter(h: Array, w: Array, direction: str) -> Array:
     """`Parallel.row` with its scatter in pieces: [B, S, *X], [*X, D] -> [B, S/n, D]."""
-    h, w = _same_axes(h.reshape(*h.shape[:2], -1), w.reshape(-1, w.shape[-1]))
+    h, w = _same_axes(h.reshape(*h.shape[:2], -1), w)
     return _matmul_scatter(h, w, hops(lax.axis_size(AXIS), direction))
 
 
