@@ -190,6 +190,33 @@ def test_fault_changes_the_numbers(name, monkeypatch):
     assert error(got, want) > 1e-3
 
 
+def test_a_product_of_local_means_is_another_loss():
+    """Two devices with half of the sequences each, as one that forgot to add up would have it."""
+    x, router, _, mask = arrays()
+    wanted = routed(x, router, mask)
+    halves = [jax.tree.map(lambda t, h=h: t[h::2], wanted) for h in (0, 1)]
+    counts = routing.tokens_per_expert(wanted)
+    whole = routing.balance_by_batch(wanted, lambda c: c)
+    right = sum(routing.balance_by_batch(half, lambda c: counts) for half in halves)
+    wrong = sum(routing.balance_by_batch(half, lambda c: c) for half in halves)
+    assert abs(right - whole) < 1e-5 * whole < 1e-2 * whole < abs(wrong - whole)
+
+
+def test_places_counted_over_a_batch_depend_on_who_holds_it():
+    """Why capacity is of a sequence: two devices keep other tokens than one."""
+    x, router, _, mask = arrays()
+
+    def kept(*parts):
+        flat = [jax.tree.map(lambda t: t.reshape(1, -1, *t.shape[2:]), part) for part in parts]
+        return np.concatenate([DROPS["position"](part).is_kept_BSK[0] for part in flat])
+
+    wanted = routed(x, router, mask)
+    halves = [jax.tree.map(lambda t, h=h: t[4 * h : 4 * h + 4], wanted) for h in (0, 1)]
+    assert (kept(wanted) != kept(*halves)).any()
+    together = DROPS["position"](wanted).is_kept_BSK
+    assert (np.concatenate([DROPS["position"](h).is_kept_BSK for h in halves]) == together).all()
+
+
 # --- routing -----------------------------------------------------------------------------------
 
 

@@ -22,6 +22,12 @@ from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.text import Batch
 
 
+def logits(h_BSD: Array, router_DE: Array) -> Array:
+    """A token's affinity to each expert, in float32: [B, S, D], [D, E] -> float32 [B, S, E]."""
+    h_BSD, router_DE = h_BSD.astype(jnp.float32), router_DE.astype(jnp.float32)
+    return jnp.einsum("bsd,de->bse", h_BSD, router_DE, precision=lax.Precision.HIGHEST)
+
+
 class MoE(nnx.Module):
     """Router and experts: [B, S', D] -> [B, S', D], and what was counted on the way.
 
@@ -47,12 +53,8 @@ class MoE(nnx.Module):
         """`shared` is an MLP for every token; both enter and leave split matmuls once, together."""
         h_BSD = parallel.enter(x_BSD)
         with jax.named_scope("router"):
-            logits_BSE = jnp.einsum(
-                "bsd,de->bse",
-                h_BSD.astype(jnp.float32),
-                self.router[...].astype(jnp.float32),
-                precision=lax.Precision.HIGHEST,
-            )
+            # Checkpointed, so that float32 copies are not kept for the backward.
+            logits_BSE = jax.checkpoint(logits, prevent_cse=False)(h_BSD, self.router[...])
             wanted = self._route(logits_BSE, mask_BS)
             kept = parallel.drop(wanted)
             stats = self._count(logits_BSE, mask_BS, wanted, kept, parallel)
