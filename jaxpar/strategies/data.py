@@ -165,12 +165,6 @@ def check(config: ModelConfig, plan: Plan) -> None:
             f"frozen={plan.frozen} leaves no parameter of {config.name}'s layers to train, and "
             f"then no gradient passes through them. Leave one out, such as {layers[-1]!r}."
         )
-    if plan.overlap_gradients and plan.size("pipe") > 1:
-        raise PlanError(
-            f"overlap_gradients=True reduces gradients once per micro-batch, and a pipeline "
-            f"(pipe={plan.size('pipe')}) once per step, behind its last. Set "
-            f"overlap_gradients=False."
-        )
 
 
 def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:

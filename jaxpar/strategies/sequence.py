@@ -91,10 +91,11 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         layers * entered // L
         for layers in (runs.forward_layers, runs.backward_layers, runs.repeated_layers)
     )
+    looked_up = 0 if plan.is_frozen("embedding/table") else runs.ends
     rows = [
         row("all-gather", "forward", forward + runs.ends, "enter each half of a layer, and output"),
         row("reduce-scatter", "forward", forward + runs.embeddings, "leave them, and embedding"),
-        row("all-gather", "backward", backward + runs.ends, "transpose of leaving"),
+        row("all-gather", "backward", backward + looked_up, "transpose of leaving"),
         row("reduce-scatter", "backward", backward + runs.ends, "transpose of entering"),
     ]
     if again:
