@@ -77,9 +77,7 @@ def attention(plan: Plan) -> Attention:
     """What the model calls in place of one device's causal attention (see ring.py for shapes)."""
     layout, reduce_dtype = sequence_layout(plan), jnp.dtype(plan.reduce_dtype)
     inner: Attention
-    if layout.num_ranks == 1:
-        inner = remat.attention_core(plan)
-    elif plan.context == "ring":
+    if plan.context == "ring" and layout.num_ranks > 1:
         ring = Ring(
             axis=AXIS,
             layout=layout,
@@ -88,8 +86,7 @@ def attention(plan: Plan) -> Attention:
         )
         inner = partial(ring_attention, ring)
     else:
-        gather = Gather(
-            axis=AXIS,
+        gather = Gather(  # of a single rank's keys: nothing is gathered
             layout=layout,
             reduce_dtype=reduce_dtype,
             keeps_gathered=repeats_attention(plan),

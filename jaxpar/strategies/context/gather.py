@@ -2,7 +2,8 @@
 
 One exchange instead of n-1 hops, so nothing hides it; in return the attention is a single call,
 which any mask fits. The backward gathers again instead of keeping n blocks, and reduce-scatters
-the gradients of keys and values: the bytes of a ring, in bursts.
+the gradients of keys and values: the bytes of a ring, in bursts. Over one rank, as inside Ulysses,
+it moves nothing and is attention that keeps no scores.
 
 Source: Llama Team 2024, "The Llama 3 herd of models", §3.3.2.
 """
@@ -31,17 +32,23 @@ class Gather:
         than one layer where the forward is repeated just before.
     """
 
-    axis: str
     layout: SequenceLayout
     reduce_dtype: Any
     keeps_gathered: bool = False
 
     def whole(self, x_BSKH: Array) -> Array:
-        return all_gather(x_BSKH, self.axis, dim=1, scope="gather_kv")
+        return all_gather(x_BSKH, self.layout.rank_axis, dim=1, scope="gather_kv")
+
+    def to_owners(self, dx_BSKH: Array) -> Array:
+        if self.layout.num_ranks == 1:
+            return dx_BSKH
+        dx_BSKH = dx_BSKH.astype(self.reduce_dtype)
+        return reduce_scatter(dx_BSKH, self.layout.rank_axis, dim=1, scope="scatter_dkv")
 
     def places(self, q_BSNH: Array, segments_BS: Array | None) -> tuple[Places, Places]:
         """Of this device's queries, and of all keys."""
-        mine = self.layout.part_places(lax.axis_index(self.axis), q_BSNH.shape[:2], segments_BS)
+        rank = lax.axis_index(self.layout.rank_axis) if self.layout.num_ranks > 1 else 0
+        mine = self.layout.part_places(rank, q_BSNH.shape[:2], segments_BS)
         order = jnp.asarray(self.layout.order(q_BSNH.shape[1] * self.layout.num_ranks))
         return mine, Places(order[None], segments_BS)
 
@@ -75,10 +82,7 @@ def _backward(gather: Gather, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[A
     places = gather.places(q_BSNH, segments_BS)
     rows = Rows.of(o_BSNH, lse_BSN, do_BSNH)
     dq, dk, dv = attend_backward(q_BSNH, k, v, *places, rows)
-    dk, dv = (
-        reduce_scatter(x.astype(gather.reduce_dtype), gather.axis, dim=1, scope="scatter_dkv")
-        for x in (dk, dv)
-    )
+    dk, dv = gather.to_owners(dk), gather.to_owners(dv)
     return dq.astype(q_BSNH.dtype), dk.astype(dtype), dv.astype(dtype), None
 
 

@@ -69,7 +69,7 @@ class SequenceLayout:
         return jnp.concatenate([early + jnp.arange(half), late + jnp.arange(half)])
 
     def part_places(
-        self, rank: Array, shape_BS: tuple[int, ...], segments_BS: Array | None
+        self, rank: Array | int, shape_BS: tuple[int, ...], segments_BS: Array | None
     ) -> Places:
         """A rank's positions, and its documents out of those of all ranks; [B, S/ranks] each."""
         part_len = shape_BS[1]
