@@ -206,7 +206,10 @@ def properties(num: int, seed: int, console: Console) -> bool:
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as shown:
         for number in shown.track(range(seed, seed + num), description="Auditing programs"):
             program = programs.random_program(random.Random(number))
-            bad += [f"{program}\n    {why}" for why in programs.disagreements(program)]
+            bad += [
+                f"{program}\n    {why}"
+                for why in programs.disagreements(programs.tried_out(program))
+            ]
     for line in bad:
         console.print(line, markup=False)
     console.print(f"{num} programs, {len(bad)} disagreements")

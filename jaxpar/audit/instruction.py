@@ -51,7 +51,7 @@ _VALUE = (  # of an attribute, with braces in braces in braces; whatever is deep
 _ATTRIBUTE = re.compile(rf", (\w++)=((?:{_VALUE})++)", re.DOTALL)
 _NESTED = re.compile(r"[\[({\"]")
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
-_OP_NAME = re.compile(rf"\bop_name={_QUOTED}", re.DOTALL)
+_OP_NAME = re.compile(rf"op_name={_QUOTED}", re.DOTALL)
 
 
 class Operand(NamedTuple):

@@ -76,12 +76,12 @@ def live_peak(module: Module) -> Live:
     todo = [module.entry]
     while todo:  # callees first, without recursion
         computation = todo[-1]
-        callees = [
+        callees = dict.fromkeys(
             module.computations[name]
             for found in computation.calling
             for _, name in found.called
             if name in module.computations and not module.computations[name].inert
-        ]
+        )
         open_ones = [callee for callee in callees if callee.name not in done]
         if open_ones and len(todo) <= MAX_DEPTH:
             done.update((callee.name, NOTHING) for callee in open_ones)  # ends any circle

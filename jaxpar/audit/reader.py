@@ -37,7 +37,7 @@ _END = re.compile(  # of a computation, and the header of the next where that fo
 _DEFINITION = re.compile(r"\s*(?:ROOT\s+)?%?[^\s=]+\s+=\s+")
 _QUOTED = r'"((?:[^"\\]++|\\.)*+)(?:"|\\?\Z)'  # never fails after its first quote: linear
 _FIELD = re.compile(rf"\b(\w++)=(?:{_QUOTED}|(\d{{1,18}}))", re.DOTALL)
-_FRAME = re.compile(r"\bstack_frame_id=(\d{1,9})[ }]")
+_FRAME = re.compile(r"stack_frame_id=(\d{1,9})[ }]")
 _TABLE_ROW = re.compile(rf"(\d{{1,9}})\s+(?:{_QUOTED}|\{{(.*)\}})", re.DOTALL)
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _USED = re.compile(r"%([^\s,(){}=\"#]+)")

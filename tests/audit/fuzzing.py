@@ -73,10 +73,14 @@ def cases(
     seed: int,
     dumps: Sequence[str] = DUMPS,
     operators: Sequence[str] = tuple(OPERATORS),
+    preference: float = 0.5,
 ) -> list[Case]:
-    """Every operator equally often, every dump at least once, small ones more often."""
+    """Every operator equally often, every dump at least once, small ones more often.
+
+    By `preference`: with 0 all equally often, with 1 as much text of each.
+    """
     chance = random.Random(seed)
-    weights = [len(text_of(dump)) ** -0.5 for dump in dumps]
+    weights = [len(text_of(dump)) ** -preference for dump in dumps]
     picked = [*dumps, *chance.choices(dumps, weights, k=max(0, num - len(dumps)))][:num]
     return [
         Case(dump=dump, operator=operators[i % len(operators)], seed=chance.randrange(10**9))

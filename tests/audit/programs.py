@@ -8,11 +8,13 @@ program to write instead where that is less.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -236,9 +238,11 @@ def _assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
 
 
-def names_of(module: str) -> list[str]:
-    """Programs that a module registered, in order."""
-    return [name for name, one in PROGRAMS.items() if one.function.__module__ == module]
+def registered() -> Mapping[str, Program]:
+    """All programs in `public/`, by name."""
+    for path in sorted((Path(__file__).parent / "public").glob("*.py")):
+        importlib.import_module(f"tests.audit.public.{path.stem}")
+    return PROGRAMS
 
 
 def _numbers(tree: Any) -> list[np.ndarray]:

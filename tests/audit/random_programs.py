@@ -94,15 +94,23 @@ def jitted(program: Block) -> tuple[Any, jax.ShapeDtypeStruct]:
     return jax.jit(mapped), jax.ShapeDtypeStruct((SIZE * mesh.size, SIZE), jnp.float32)
 
 
-def disagreements(program: Block) -> Iterator[str]:
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A program: what it asks for, its audits right after partitioning and as compiled (`text`)."""
+
+    rows: list[Asked]
+    partitioned: Audit
+    final: Audit
+    text: str
+
+
+def disagreements(tried: Tried) -> Iterator[str]:
     """In words, where what the program asks for is not what audits of it find.
 
     Right after partitioning, count and payload are exactly those of the jaxpr. Of the program as
     compiled the payload is, with every bf16 widened to f32, which is what CPUs do.
     """
-    function, argument = jitted(program)
-    rows = asked(function.trace(argument).jaxpr)
-    partitioned, final = audits(function, argument)
+    rows, partitioned, final = tried.rows, tried.partitioned, tried.final
     for name, result in (("partitioned", partitioned), ("compiled", final)):
         if not result.program.complete:
             yield f"{name}: incomplete, {[found.message for found in result.findings]}"
@@ -115,10 +123,12 @@ def disagreements(program: Block) -> Iterator[str]:
         yield f"compiled: asked {payloads}, found {found}"
 
 
-def audits(function: Any, argument: jax.ShapeDtypeStruct) -> tuple[Audit, Audit]:
-    """Of the program right after partitioning, and as compiled."""
+def tried_out(program: Block) -> Tried:
+    """The program, compiled once."""
+    function, argument = jitted(program)
+    traced = function.trace(argument)
     with tempfile.TemporaryDirectory() as folder:
-        compiled = function.lower(argument).compile(
+        compiled = traced.lower().compile(
             compiler_options={
                 "xla_dump_to": folder,
                 "xla_dump_hlo_as_text": True,
@@ -126,7 +136,12 @@ def audits(function: Any, argument: jax.ShapeDtypeStruct) -> tuple[Audit, Audit]
             }
         )
         partitioned = audit(choose(Path(folder), stage="partitioned"), mesh=MESH)
-    return partitioned, audit(compiled, mesh=MESH)
+    return Tried(
+        rows=asked(traced.jaxpr),
+        partitioned=partitioned,
+        final=audit(compiled, mesh=MESH),
+        text=compiled.as_text() or "",
+    )
 
 
 def of_jaxpr(rows: list[Asked]) -> Sums:

@@ -155,6 +155,6 @@ def assert_evaluated(function):
         assert value.dtype == output.dtype
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_integer_programs_mean_what_xla_computes(seed):
     assert_evaluated(lambda device: random_outputs(device, random.Random(seed)))

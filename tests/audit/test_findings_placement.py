@@ -9,11 +9,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import step as train_step
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.audit.findings import gathered, gathers, placement, reshards
+from jaxpar.audit.findings import gathers, placement, reshards
 from jaxpar.audit.source import read
 
 AXES = {"data": 2, "tensor": 4}
@@ -312,22 +311,3 @@ def test_clean_programs_have_no_warning(name):
     allowed = {"promoted-dtype"} if ".cpu" in name else {"exposed-with-independent-compute"}
     assert {it.rule for it in found} <= allowed
     assert all(it.severity == "info" for it in found)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "fields"),
-    [
-        ("data=8", {}),
-        ("data=2,tensor=4", {}),
-        ("data=2,tensor=4", {"sequence": True}),
-        ("fsdp=8", {}),
-    ],
-)
-def test_our_own_strategies_have_no_finding_however_small(mesh, fields, monkeypatch):
-    for module, limit in [(gathered, "MIN_BYTES"), (gathers, "MIN_BYTES"),
-                          (gathers, "MIN_STACK_BYTES"), (reshards, "MIN_BYTES")]:  # fmt: skip
-        monkeypatch.setattr(module, limit, 0)
-    program = train_step(mesh, **fields)
-    text = program.jitted.lower(*program.abstract_inputs).compile().as_text()
-    axes = {part.partition("=")[0]: int(part.partition("=")[2]) for part in mesh.split(",")}
-    assert of_text(text, axes, devices_per_host=4) == []

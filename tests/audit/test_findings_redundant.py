@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
-from helpers import step
 from jax import lax
 from tiny import AXES, HLO, compiled, dump, vary
 
@@ -320,19 +319,6 @@ def test_no_warning_on_clean_programs_of_any_backend(name):
     reading, _ = read(dump(name), None)
     warnings = {found.rule for rule in RULES for found in rule(reading) if found.severity != "info"}
     assert warnings == ({REALLY_SLICED[name]} if name in REALLY_SLICED else set())
-
-
-@pytest.mark.parametrize(
-    ("mesh", "fields"),
-    [
-        ("data=2,fsdp=4", {"num_accumulation_steps": 2, "remat": "full"}),
-        ("data=2,tensor=4", {"num_accumulation_steps": 2, "sequence": True}),
-    ],
-)
-def test_no_warning_on_our_own_steps(mesh, fields):
-    ours = step(mesh, **fields)
-    text = ours.jitted.lower(*ours.abstract_inputs).compile().as_text()
-    assert "warning" not in dict(map(reversed, names(text)))
 
 
 def unrolled(num_layers):

@@ -20,7 +20,7 @@ PARTS = 5
 @pytest.mark.parametrize("part", range(PARTS))
 def test_damaged_dumps_are_refused_or_told(part, tmp_path):
     bad = []
-    for case in cases(NUM_CASES, 0)[part::PARTS]:
+    for case in cases(NUM_CASES, 0, preference=1)[part::PARTS]:
         found = run(case, tmp_path)
         if found.name in BAD_OUTCOMES:
             bad.append(f"{found.name} {case}: {found.why}")
@@ -33,8 +33,8 @@ def test_cases_are_many_and_the_same_for_the_same_seed():
     assert {case.dump for case in many} == set(DUMPS)
     assert min(Counter(case.operator for case in many).values()) >= NUM_CASES // len(OPERATORS)
     assert all(Case.parse(str(case)) == case for case in many)
-    changed = [case for case in many[:300] if case.damaged() != text_of(case.dump)]
-    assert len(changed) > 200
+    changed = [case for case in many[-150:] if case.damaged() != text_of(case.dump)]
+    assert len(changed) > 100
     assert all(case.damaged() == case.damaged() for case in changed[:30])
 
 

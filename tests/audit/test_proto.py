@@ -111,7 +111,8 @@ def test_a_proto_gives_the_same_audit_as_the_text(compiled, tmp_path, name):
     assert from_text.collectives
     hlo_proto = field(1, module) + field(3, b"\x0a\x00")  # with a buffer assignment
     snapshot = field(1, hlo_proto) + field(2, b"") + field(4, b"Host")
-    for form in (module, gzip.compress(module), hlo_proto, snapshot):
+    forms = (module, gzip.compress(module), hlo_proto, snapshot)
+    for form in forms if name == "scheduled" else forms[:1]:
         found = audit(text_of(tmp_path, form), mesh={"data": 2, "tensor": 4})
         assert without_lines(found) == without_lines(from_text)
         assert found.program.scheduled and found.program.complete
@@ -213,7 +214,7 @@ def test_a_child_that_dies_is_an_error_for_people(compiled, tmp_path, monkeypatc
 def test_damaged_modules_do_no_harm(compiled, tmp_path):
     module = serialized(compiled["scheduled"])
     chance = random.Random(3)
-    for _ in range(12):
+    for _ in range(6):
         data = bytearray(module)
         for _ in range(chance.choice((1, 3, 30))):
             data[chance.randrange(len(data))] = chance.randrange(256)

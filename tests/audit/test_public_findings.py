@@ -1,18 +1,15 @@
 """What the findings say of the public programs, with nothing too small to be worth a word."""
 
 import functools
-import importlib
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from jaxpar.audit.findings import findings, gathered, gathers, placement, reshards
 from jaxpar.audit.source import read
-from tests.audit.programs import PROGRAMS, run
+from tests.audit.programs import registered, run
 
-for path in sorted(Path(__file__).parent.glob("test_public_programs*.py")):
-    importlib.import_module(f"tests.audit.{path.stem}")  # registers its programs
+PROGRAMS = registered()
 
 EXPECTED = {
     "pick_by_arange": [("all-reduce-then-slice", "warning", 224)],

@@ -1,21 +1,18 @@
 """The page on what jit communicates shows the programs that the tests audit, and their numbers."""
 
 import collections
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.audit.programs import PROGRAMS, Program
+from tests.audit.programs import Program, registered
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = next((ROOT / "docs").glob("*-what-jit-communicates.md")).read_text()
 MAX_CODE = 76
 
-for path in sorted(Path(__file__).parent.glob("test_public_programs*.py")):
-    if path != Path(__file__):
-        importlib.import_module(f"tests.audit.{path.stem}")  # registers its programs
+PROGRAMS = registered()
 
 
 def short(one: Program) -> str:
@@ -24,7 +21,7 @@ def short(one: Program) -> str:
     if ":;" not in code and len(code) <= MAX_CODE:
         return f"`{code}`"
     file = one.function.__module__.rpartition(".")[2]
-    return f"[`{one.name}`](../tests/audit/{file}.py)"
+    return f"[`{one.name}`](../tests/audit/public/{file}.py)"
 
 
 def moved(one: Program) -> str:

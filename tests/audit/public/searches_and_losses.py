@@ -1,26 +1,21 @@
 """What plain jit communicates for searches, losses and matmuls that people ask about.
 
 Each sentence says what has to move, and what XLA does where that is more; see
-`test_public_programs.py`.
+`arrays.py`.
 """
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tests.audit.programs import (
-    PROGRAMS,
     all_gather,
     all_reduce,
     all_to_all,
     at,
-    check,
-    check_instead,
     f32,
     i32,
-    names_of,
     per_device,
     program,
     reduce_scatter,
@@ -431,16 +426,3 @@ def mlp_rows_then_columns(x, a, b):
     """Split the other way round, the wide hidden layer is summed and the result gathered: 960 B
     against 384."""
     return jnp.tanh(x @ a) @ b
-
-
-HERE = names_of(__name__)
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_it_moves_what_was_derived_and_computes_what_one_device_does(name):
-    check(name)
-
-
-@pytest.mark.parametrize("name", [name for name in HERE if PROGRAMS[name].instead])
-def test_what_to_write_instead_computes_the_same_and_sends_less(name):
-    check_instead(name)

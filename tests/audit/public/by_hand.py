@@ -1,25 +1,19 @@
 """What collectives written by hand communicate, of the kind that people ask about.
 
 Each sentence says what has to move, and what XLA does where that is more; see
-`test_public_programs.py`.
+`arrays.py`.
 """
 
 import jax.numpy as jnp
-import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tests.audit.programs import (
-    PROGRAMS,
     all_gather,
     all_reduce,
-    check,
-    check_instead,
     f32,
-    names_of,
     per_device,
     program,
-    run,
 )
 
 # --- collectives by hand (jax-ml/jax#19709) ----------------------------------------------------
@@ -203,41 +197,3 @@ def sum_in_unequal_groups(x):
 def sum_over_an_axis_of_one(x):
     """An operation in the HLO, and no byte."""
     return per_device(lambda x: lax.psum(x, "one"), P("x"), P("x"), mesh="x=8,one=1")(x)
-
-
-HERE = names_of(__name__)
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_it_moves_what_was_derived_and_computes_what_one_device_does(name):
-    check(name)
-
-
-@pytest.mark.parametrize("name", [name for name in HERE if PROGRAMS[name].instead])
-def test_what_to_write_instead_computes_the_same_and_sends_less(name):
-    check_instead(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "note"),
-    [
-        ("sum_in_halves", "groups of 4 are part of axis 'x' (8), devices 1 apart"),
-        ("sum_in_scattered_groups", "groups of 4 are part of axis 'x' (8), not evenly spaced"),
-        ("sum_in_unequal_groups", "irregular groups of 2 and 6 devices"),
-    ],
-)
-def test_devices_that_are_no_axis_are_described(name, note):
-    (found,) = run(name).audit.collectives
-    assert found.axes_note == note
-
-
-def test_a_cpu_gathers_bfloat16_as_float32_and_the_audit_tells():
-    (found,) = run("cast_then_gathered").audit.collectives
-    assert (found.dtype, found.program_dtype) == ("f32", "bf16")
-    assert found.payload_bytes == 64 * 16 * 4
-
-
-def test_a_gather_that_the_program_casts_afterwards_is_not_the_backends_doing():
-    result = run("gathered_then_cast").audit
-    assert result.collectives[0].program_dtype == "f32"
-    assert "promoted-dtype" not in {finding.rule for finding in result.findings}

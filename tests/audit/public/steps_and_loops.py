@@ -1,30 +1,24 @@
 """What training steps, loops and reshardings communicate, of the kind that people ask about.
 
 Each sentence says what has to move, and what XLA does where that is more; see
-`test_public_programs.py`.
+`arrays.py`.
 """
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tests.audit.programs import (
-    PROGRAMS,
     all_gather,
     all_reduce,
     all_to_all,
     at,
-    check,
-    check_instead,
     f32,
-    names_of,
     per_device,
     permute,
     program,
     reduce_scatter,
-    run,
 )
 
 # --- training steps (openxla/xla#13306, #19166) -----------------------------------------------
@@ -332,26 +326,3 @@ def cholesky_of_each(x):
 def eigenvalues_of_each(x):
     """Likewise."""
     return jnp.linalg.eigvalsh(x + x.swapaxes(1, 2))
-
-
-HERE = names_of(__name__)
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_it_moves_what_was_derived_and_computes_what_one_device_does(name):
-    check(name)
-
-
-@pytest.mark.parametrize("name", [name for name in HERE if PROGRAMS[name].instead])
-def test_what_to_write_instead_computes_the_same_and_sends_less(name):
-    check_instead(name)
-
-
-def test_counts_that_data_decides_have_bounds():
-    (until,) = run("until_converged").audit.collectives
-    assert (until.count_min, until.count_max) == (1, None)
-    assert "unknown-trip-count" in {it.rule for it in run("until_converged").audit.findings}
-    bounds = [
-        (found.count_min, found.count_max) for found in run("in_one_branch").audit.collectives
-    ]
-    assert sorted(bounds) == [(0, 1), (1, 1)]
