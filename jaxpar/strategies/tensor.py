@@ -77,6 +77,8 @@ def count_once(stats: Stats) -> Stats:
     """
     if not stats:
         return stats
+    # Only that part has a gradient; others would bring reductions of zeros.
+    stats = {k: v if k == "objective" else lax.stop_gradient(v) for k, v in stats.items()}
     flat, unravel = ravel_pytree(stats)
     own = jnp.where(lax.axis_index(AXIS) == 0, flat, 0.0)
     counted: Stats = unravel(all_reduce(own, AXIS, scope="count_once"))
