@@ -165,21 +165,13 @@ def test_axes_that_nothing_trains_on(axis):
     named = str(caught.value).split("Axes that train: ")[1].removesuffix(".").split(", ")
     assert named == sorted(SERVED) and {"data", "fsdp", "slice", "tensor"} <= SERVED
     for name in named:
-        step(f"{name}=2")
+        step(f"{name}=2", preset("tiny-moe") if name == "expert" else SMALL)
     step(f"{axis}=1,data=2")
 
 
-@pytest.mark.parametrize("name", [name for name, config in PRESETS.items() if config.num_experts])
-def test_models_with_experts(name):
-    explicit = plan("data=1")
-    with pytest.raises(ConfigError, match=rf"{name} has num_experts={preset(name).num_experts}\b"):
-        compose.check(preset(name), explicit)
-    with pytest.raises(ConfigError) as caught:
-        TrainStep(config=preset(name), plan=explicit, optimizer=optax.sgd(1.0))
-    dense = str(caught.value).split("without experts: ")[1].removesuffix(".").split(", ")
-    assert dense[0] == "tiny"
-    for other in dense:
-        compose.check(preset(other), explicit)
+@pytest.mark.parametrize("config", PRESETS.values(), ids=PRESETS)
+def test_every_preset_has_a_mesh(config):
+    compose.check(config, plan("expert=4,tensor=2" if config.num_experts else "data=4,tensor=2"))
 
 
 # --- values that are none ----------------------------------------------------------------------
@@ -274,7 +266,7 @@ def test_choices(error, make, field, values):
     for value in values:
         message = refusal(error, make, **{field: value})
         named = ast.literal_eval(message.split("must be one of: ")[1].removesuffix("."))
-        assert len(named) == 2
+        assert len(named) >= 2
         for choice in named:
             make(**{field: choice})
 
@@ -353,6 +345,8 @@ def explicit() -> TrainStep:
 def bad_batches():
     good = batches(1)[0]
     for field, array in good._asdict().items():
+        if array is None:  # rows of one document each
+            continue
         dtype = array.dtype
         for name, bad, words in (
             ("shape", array[:8], f"is {dtype}[8, 16] has {dtype}[16, 16] batch_size=16 seq_len=16"),
@@ -373,7 +367,7 @@ def bad_batches():
             yield pytest.param(good._replace(**{field: bad}), words, id=f"{field}:{value}")
     for bad in (tuple(good), good._asdict(), None, good.tokens_BS):
         name = type(bad).__name__
-        yield pytest.param(bad, f"{name} Batch(tokens_BS, labels_BS, mask_BS)", id=name)
+        yield pytest.param(bad, f"{name} Batch(tokens_BS, labels_BS, mask_BS, segments_BS)", id=name)
 
 
 @pytest.mark.parametrize(("batch", "words"), list(bad_batches()))
@@ -389,7 +383,7 @@ def test_batches(explicit, batch, words, call):
 def test_good_batches(explicit):
     good = batches(1)[0]
     placed = explicit.place(good)
-    assert {array.sharding.spec for array in placed} == {explicit.batch_spec}
+    assert {array.sharding.spec for array in placed[:3]} == {explicit.batch_spec}
     explicit.place(placed)
     explicit.place(good._replace(tokens_BS=np.full_like(good.tokens_BS, SMALL.vocab - 1)))
 

@@ -55,7 +55,7 @@ CASES = [
     (SOFTMAX, "expert=4", CAPACITY),
     (SOFTMAX, "data=2,expert=4", CAPACITY | ACCUMULATE | {"remat": "full"}),
     (SOFTMAX, "expert=2,tensor=2", CAPACITY | SEQUENCE),
-    (SOFTMAX, "fsdp=2,expert=2,tensor=2", {"remat": "full"} | ACCUMULATE),
+    (SOFTMAX, "fsdp=2,expert=2", ACCUMULATE),
     (SOFTMAX, "expert=2,context=2", {}),
     (SIGMOID, "expert=8", {}),
 ]
@@ -183,6 +183,7 @@ OPTIONS = [
     ("expert=2,context=2,tensor=2", SOFTMAX, {"remat": "full"}),
     ("expert=2,context=2", SIGMOID, {"context": "allgather"}),
     ("fsdp=2,expert=2", SOFTMAX, CAPACITY | ACCUMULATE | {"compute_dtype": "bfloat16"}),
+    ("fsdp=2,expert=2,tensor=2", SOFTMAX, {"remat": "full"} | SEQUENCE),
     ("data=8", SOFTMAX, CAPACITY),
     ("tensor=4", SIGMOID, SEQUENCE),
 ]
