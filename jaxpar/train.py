@@ -27,7 +27,7 @@ from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.model.routing import balanced_bias
 from jaxpar.model.transformer import Params, abstract_model, init_params
-from jaxpar.strategies import compose, context, pipeline
+from jaxpar.strategies import compose, context, offload, pipeline
 from jaxpar.strategies.clip import clip, global_norm
 from jaxpar.strategies.data import (
     count_tokens,
@@ -108,6 +108,7 @@ class TrainStep:
         compose.check(self.config, self.plan)
         # Before anything else makes JAX choose how many CPU devices there are.
         assert self.mesh.size == self.plan.mesh.num_devices
+        offload.check_memory(self.plan, self.mesh)
         if any(placed.split_axes for placed in self.layout):
             check_elementwise(self.optimizer)
 
@@ -136,6 +137,20 @@ class TrainStep:
         return TrainState(specs, opt_specs)
 
     @cached_property
+    def shardings(self) -> TrainState:
+        """Where the state is between steps: an offloaded optimizer's moments in host memory."""
+        abstract = jax.eval_shape(partial(self._init, 0)).opt_state
+        is_moment = offload.is_moment(self.optimizer, abstract)
+        offloads = offload.offloads_optimizer(self.plan)
+
+        def sharding(spec: PartitionSpec, is_moment: bool) -> NamedSharding:
+            kind = offload.HOST if is_moment and offloads else None
+            return NamedSharding(self.mesh, spec, memory_kind=kind)
+
+        params = jax.tree.map(partial(NamedSharding, self.mesh), self.specs.params)
+        return TrainState(params, jax.tree.map(sharding, self.specs.opt_state, is_moment))
+
+    @cached_property
     def batch_spec(self) -> PartitionSpec:
         """Of tokens, labels and mask, global [B, S], once they are in the order of `place`."""
         rows = self.plan.in_mesh_order(BATCH_AXES) or None
@@ -154,8 +169,7 @@ class TrainStep:
     def init(self, seed: int = 0) -> TrainState:
         """A fresh state, born sharded. Its values depend on the seed alone, not on the mesh."""
         require_whole(PlanError, "seed", seed, at_least=0)
-        shardings = jax.tree.map(partial(NamedSharding, self.mesh), self.specs)
-        return run_once(partial(self._init, seed), shardings)
+        return run_once(partial(self._init, seed), self.shardings)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step on a global batch (tokens, labels, mask: [batch_size, seq_len] each).
@@ -191,6 +205,13 @@ class TrainStep:
                 raise PlanError(
                     f"state{jax.tree_util.keystr(path)} is {dtype}{list(shape)}, and has to be "
                     f"{wanted.dtype}{list(wanted.shape)}. Start from step.init(seed=0)."
+                )
+            if offload.is_on_host(have) != offload.is_on_host(wanted):
+                raise PlanError(
+                    f"state{jax.tree_util.keystr(path)} is "
+                    f"{'' if offload.is_on_host(have) else 'not '}in host memory, and the plan has "
+                    f"offload={self.plan.offload!r}. Start from step.init(seed=0), or move it: "
+                    f"jax.device_put(state, step.shardings)."
                 )
             # JAX would crash the process, not raise, when it finds out for itself.
             if isinstance(have, Array) and have.is_deleted():
@@ -263,21 +284,22 @@ class TrainStep:
                 check_vma=True,
             )(state, batch)
 
-        return jax.jit(train_step, donate_argnums=0)
+        shardings = (self.shardings, None) if self.plan.offload else None
+        return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 
     @cached_property
     def abstract_inputs(self) -> tuple[TrainState, Batch]:
         """ShapeDtypeStructs with shardings: what `jitted` can be traced and compiled with."""
 
-        def sharded(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self.mesh, spec)
+        def sharded(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        state = jax.tree.map(sharded, jax.eval_shape(partial(self._init, 0)), self.specs)
+        state = jax.tree.map(sharded, jax.eval_shape(partial(self._init, 0)), self.shardings)
         shape = self.plan.batch_size, self.plan.seq_len
         tokens, mask = (jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.float32))
         batch = Batch(tokens, tokens, mask, tokens if self.plan.packed else None)
-        return state, jax.tree.map(sharded, batch, self.batch_specs)
+        shardings = jax.tree.map(partial(NamedSharding, self.mesh), self.batch_specs)
+        return state, jax.tree.map(sharded, batch, shardings)
 
     # --- what one device does ----------------------------------------------------------------
 
@@ -317,7 +339,12 @@ class TrainStep:
         loss = sum_loss(loss)
         gradients = reduce_gradients(gradients, reduced_axes, jnp.dtype(self.plan.reduce_dtype))
         norm = global_norm(gradients, split_axes)
+        if offload.offloads_optimizer(self.plan):
+            state = state._replace(opt_state=offload.fetch(self.optimizer, state.opt_state))
         new_state = apply_gradients(state, clip(gradients, norm, self.clip_norm), self.optimizer)
+        if offload.offloads_optimizer(self.plan):
+            opt_state = offload.put_back(self.optimizer, new_state.opt_state)
+            new_state = new_state._replace(opt_state=opt_state)
         stats = sum_stats(stats)
         new_state = balance_experts(self.config, state, new_state, stats)
         return new_state, Metrics(loss, norm, num_tokens, stats)

@@ -66,6 +66,8 @@ class Plan:
         also the results of its matmuls with weights, 'selective' all but attention's scores.
     overlap: hide the gathers and scatters of `sequence` behind their matmuls, piece by piece, with
         pieces sent to the next device or, 'bidirectional', to both neighbours.
+    offload: what waits in host memory: the 'optimizer' state, the 'activations' that `remat` keeps
+        by name, or 'both'.
     """
 
     mesh: MeshSpec
@@ -94,6 +96,7 @@ class Plan:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "selective", "dots", "full"] = "none"
     overlap: Literal["none", "unidirectional", "bidirectional"] = "none"
+    offload: Literal["optimizer", "activations", "both"] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, MeshSpec):
@@ -116,6 +119,7 @@ class Plan:
             ("overlap_gradients", (True, False)),
             ("remat", ("none", "selective", "dots", "full")),
             ("overlap", ("none", "unidirectional", "bidirectional")),
+            ("offload", (None, "optimizer", "activations", "both")),
             ("sequence", (True, False)),
             ("context", ("ring", "allgather", "ulysses")),
             ("context_layout", ("zigzag", "contiguous")),

@@ -36,13 +36,16 @@ Sources: Chen et al. 2016, "Training deep nets with sublinear memory cost"; Kort
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.model.attention import causal_attention
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import COLUMN, ROW
+from jaxpar.strategies import offload
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
 
@@ -54,6 +57,9 @@ CARD = Card(
     costs="the forward pass, or a part of it, once more; and its collectives",
     source="Chen et al. 2016; Korthikanti et al. 2022, §5",
 )
+
+INPUT = "layer_input"
+"""Name of what every layer begins with, for the policy that offloads it."""
 
 # --- what is sent again ----------------------------------------------------------------------
 
@@ -88,11 +94,17 @@ def attention_core(plan: Plan) -> Callable[..., Any]:
 
 def checkpoint(plan: Plan) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wraps the scanned layer; its weights are inputs, so that they are not kept on its account."""
-    policy = None
-    if plan.remat == "dots":
-        policy = jax.checkpoint_policies.save_only_these_names(COLUMN, ROW)
-    # In a scan nothing can be merged with the forward pass, and barriers would only be in the way.
-    return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    names = (COLUMN, ROW) if plan.remat == "dots" else ()
+
+    def wrap(layer: Callable[..., Any]) -> Callable[..., Any]:
+        # In a scan nothing can be merged with the forward pass, and barriers would be in the way.
+        remat = partial(jax.checkpoint, prevent_cse=False)
+        if offload.offloads_activations(plan):
+            policy = offload.policy((INPUT, *names))
+            return remat(lambda x, *rest: layer(checkpoint_name(x, INPUT), *rest), policy=policy)
+        return remat(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
+
+    return wrap
 
 
 # --- closed form -----------------------------------------------------------------------------
