@@ -119,13 +119,13 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     ]
     for placed in layout:
         if placed.inner_axes:
-            L = shards.num_layers(placed)
+            L, k = shards.num_layers(placed), shards.layers_at_once(plan)
             rows.append(
                 Expected(
                     kind="all-reduce",
                     axes=placed.inner_axes,
-                    count=m * L,
-                    payload_bytes=placed.local_size // L * DTYPE_BYTES[dtype],
+                    count=m * L // k,
+                    payload_bytes=placed.local_size // L * k * DTYPE_BYTES[dtype],
                     dtype=dtype,
                     phase="backward",
                     why=f"gradient of {placed.parameter.path}, layer by layer",
@@ -151,7 +151,9 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
 
 
 def check(config: ModelConfig, plan: Plan) -> None:
-    """Raises PlanError for patterns that match nothing, or that leave no layer to train."""
+    """Raises PlanError for frozen patterns that match nothing or leave no layer to train, and for
+    what the mesh has no axis for."""
+    shards.check_fields(plan)
     paths = [parameter.path for parameter in config.parameters]
     for pattern in plan.frozen:
         if not any(fnmatchcase(path, pattern) for path in paths):

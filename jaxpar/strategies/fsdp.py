@@ -101,7 +101,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         weight = shards.weight(plan, placed)
         if weight.dim is None:
             continue
-        k = plan.num_layers_per_gather if weight.is_stacked else 1
+        k = shards.layers_at_once(plan) if weight.is_stacked else 1
         count = m * shards.num_layers(placed) // k
         rows.append(row("all-gather", "forward", placed, plan, count=count, of=k, why="use"))
         if weight.is_stacked and plan.reshard_after_forward:

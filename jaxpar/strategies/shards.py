@@ -15,7 +15,7 @@ Source: Rajbhandari et al. 2020 (ZeRO) §5.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -207,6 +207,29 @@ def split_dim(parameter: Parameter, plan: Plan) -> str | None:
 def splits(parameter: Parameter, plan: Plan) -> dict[str, str]:
     dim = split_dim(parameter, plan)
     return {} if dim is None else {dim: AXIS}
+
+
+def layers_at_once(plan: Plan) -> int:
+    """Layers whose weights, and gradients, go over the wire together."""
+    return plan.num_layers_per_gather if plan.size(AXIS) > 1 and plan.zero == 3 else 1
+
+
+def check_fields(plan: Plan) -> None:
+    """Raises PlanError for fields that say something of shards where there are none, or others."""
+    defaults = {f.name: f.default for f in fields(Plan)}
+    of_stage = ("reshard_after_forward", "prefetch", "num_layers_per_gather")
+    for field in ("zero", "gather_dtype", *of_stage):
+        value, default = getattr(plan, field), defaults[field]
+        if value != default and plan.size(AXIS) == 1:
+            raise PlanError(
+                f"{field}={value!r} is about axis fsdp, and this mesh has fsdp=1 ({plan.mesh}). "
+                f"Give the mesh an fsdp axis, or leave {field} at {default!r}."
+            )
+        if value != default and field in of_stage and plan.zero != 3:
+            raise PlanError(
+                f"{field}={value!r} is about weights gathered layer by layer, and zero={plan.zero} "
+                f"gathers all of them once per step. Set zero=3, or leave {field} at {default!r}."
+            )
 
 
 def check(config: ModelConfig, plan: Plan) -> None:
