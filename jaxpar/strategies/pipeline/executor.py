@@ -21,7 +21,7 @@ Sources: Huang et al. 2019 (GPipe) §2.3, recomputing from a stage's input; Nara
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,9 +32,10 @@ from jax import Array, lax
 
 from jaxpar.collectives import permute, vary
 from jaxpar.compat import varying_axes
+from jaxpar.strategies.pipeline import arrays
 from jaxpar.strategies.pipeline.program import IDLE, Branch, Part, Program, Row
 from jaxpar.strategies.pipeline.schedule import Kind
-from jaxpar.strategies.pipeline.stash import NOWHERE, Stash
+from jaxpar.strategies.pipeline.stash import Stash
 
 AXIS = "pipe"
 
@@ -131,31 +132,33 @@ class _Run:
 
         def run(x: Array | None, *, is_first: bool, is_last: bool) -> Any:
             chunk = Chunk(self.index(jnp.int32(0)), is_first, is_last, False)
-            layers, micro_batch = _pick(self.layers, 0), _pick(self.batch, 0)
+            layers, micro_batch = arrays.pick(self.layers, 0), arrays.pick(self.batch, 0)
             return self.executor.stage(self.shared, layers, x, micro_batch, chunk)
 
         y, _, _ = jax.eval_shape(partial(run, None, is_first=True, is_last=False))
         self.x_axes = sorted(varying_axes(y) | {AXIS})
-        x = _zeros(y, self.x_axes)
+        x = arrays.zeros(y, self.x_axes)
         _, loss, stats = jax.eval_shape(partial(run, is_first=False, is_last=True), x)
         self.loss_axes = sorted(varying_axes(loss) | {AXIS})
 
         def stash(where: Stash) -> Array | None:
             if not where.num_places:
                 return None
-            return _zeros(jax.ShapeDtypeStruct((where.num_places + 1, *x.shape), x.dtype),
+            return arrays.zeros(jax.ShapeDtypeStruct((where.num_places + 1, *x.shape), x.dtype),
                           self.x_axes)  # fmt: skip
 
         def per_chunk(leaf: Any) -> Array:
             shape = (self.schedule.num_virtual_stages, *leaf.shape)
-            return _zeros(jax.ShapeDtypeStruct(shape, leaf.dtype), varying_axes(leaf) | {AXIS})
+            return arrays.zeros(
+                jax.ShapeDtypeStruct(shape, leaf.dtype), varying_axes(leaf) | {AXIS}
+            )
 
         inputs, gradients = map(stash, self.program.stashes)
         total = Total(
-            loss=_zeros(loss, self.loss_axes),
+            loss=arrays.zeros(loss, self.loss_axes),
             stats=jax.tree.map(per_chunk, stats),
-            shared=jax.tree.map(_zeros_for_sum, self.shared),
-            layers=jax.tree.map(_zeros_for_sum, self.layers),
+            shared=jax.tree.map(arrays.zeros_for_sum, self.shared),
+            layers=jax.tree.map(arrays.zeros_for_sum, self.layers),
         )
         return Carry(x, x, inputs, gradients, total)
 
@@ -175,29 +178,29 @@ class _Run:
             before = None if t is None else t - 1
             g_arrived = self.send(g_sent, before, is_forward=False)
 
+        def place(name: str) -> Array | None:
+            return getattr(row, name) if name in part.places else None
+
         # Without the barrier XLA may read after the writes below, from a copy of the whole stash.
-        places = row.input_forward, row.input_backward, row.gradient_backward
-        stashes = carry.inputs, carry.inputs, carry.gradients
-        waiting = lax.optimization_barrier(
-            [
-                None if stash is None else _pick(stash, jnp.maximum(place, 0))
-                for stash, place in zip(stashes, places, strict=True)
-            ]
+        x_waiting, x_repeated, g_waiting = lax.optimization_barrier(
+            (
+                arrays.read(carry.inputs, place("input_forward")),
+                arrays.read(carry.inputs, place("input_backward")),
+                arrays.read(carry.gradients, place("gradient_backward")),
+            )
         )
-        x_forward = _either(waiting[0], places[0], x_arrived)
+        x_forward = arrays.either(x_waiting, place("input_forward"), x_arrived)
         if part.has_forward:
             x_next = self.send(self.forward(row, x_forward), t, is_forward=True)
         if part.has_backward:
-            x_backward = _either(waiting[1], places[1], x_forward)
-            gradient = _either(waiting[2], places[2], g_arrived)
+            x_backward = arrays.either(x_repeated, place("input_backward"), x_forward)
+            gradient = arrays.either(g_waiting, place("gradient_backward"), g_arrived)
             total, g_sent = self.backward(row, x_backward, gradient, total)
-        return Carry(
-            x_next,
-            g_sent,
-            _write(carry.inputs, row.input_arrival, x_arrived),
-            _write(carry.gradients, row.gradient_arrival, g_arrived),
-            total,
-        )
+        # What nobody reads is written from a result of the reads, which so come first.
+        after = g_sent if part.has_backward else x_next
+        inputs = arrays.write(carry.inputs, place("input_arrival"), x_arrived, after)
+        gradients = arrays.write(carry.gradients, place("gradient_arrival"), g_arrived, after)
+        return Carry(x_next, g_sent, inputs, gradients, total)
 
     def send(self, x: Array, t: int | None, *, is_forward: bool) -> Array:
         """To the stage behind, or before; zeros arrive where nobody sends."""
@@ -210,8 +213,8 @@ class _Run:
 
     def forward(self, row: Row, x: Array) -> Array:
         """The output of the slot's forward; anything at all where there is none."""
-        layers = _pick(self.layers, row.forward_chunk)
-        micro_batch = _pick(self.batch, row.forward_microbatch)
+        layers = arrays.pick(self.layers, row.forward_chunk)
+        micro_batch = arrays.pick(self.batch, row.forward_microbatch)
         index = self.index(row.forward_chunk)
 
         def run(is_first: bool | Array) -> Array:
@@ -226,8 +229,8 @@ class _Run:
 
     def backward(self, row: Row, x: Array, gradient: Array, total: Total) -> tuple[Total, Array]:
         """The total after the slot's backward, and the gradient of its input."""
-        layers = _pick(self.layers, row.backward_chunk)
-        micro_batch = _pick(self.batch, row.backward_microbatch)
+        layers = arrays.pick(self.layers, row.backward_chunk)
+        micro_batch = arrays.pick(self.batch, row.backward_microbatch)
         index = self.index(row.backward_chunk)
 
         def run(
@@ -247,22 +250,22 @@ class _Run:
         def add(more: Total) -> Total:
             return Total(
                 loss=total.loss + more.loss,
-                stats=_add(total.stats, row.backward_chunk, more.stats),
-                shared=jax.tree.map(_plus, total.shared, more.shared),
-                layers=_add(total.layers, row.backward_chunk, more.layers),
+                stats=arrays.add(total.stats, row.backward_chunk, more.stats),
+                shared=jax.tree.map(arrays.plus, total.shared, more.shared),
+                layers=arrays.add(total.layers, row.backward_chunk, more.layers),
             )
 
-        one, nothing = _zeros(total.loss) + 1, jnp.zeros_like(gradient)
+        one, nothing = arrays.zeros(total.loss) + 1, jnp.zeros_like(gradient)
         if self.executor.always_computes:
             is_active, is_last = row.backward > IDLE, index + 1 == self.schedule.num_chunks
             dy = jnp.where(is_active & ~is_last, gradient, nothing)
             more, dx = run(index == 0, is_last, jnp.where(is_active, one, 0.0), dy)
             # Gradients are 0 already where nothing is active, unless inputs' are made alone.
             adds = row.makes_weights == 1
-            loss, stats = _where(adds, (more.loss, more.stats))
+            loss, stats = arrays.where(adds, (more.loss, more.stats))
             weights = more.shared, more.layers
             if self.schedule.splits_backward:
-                weights = _where(adds, weights)
+                weights = arrays.where(adds, weights)
             return add(Total(loss, stats, *weights)), dx
 
         def choice(branch: Branch) -> tuple[Total, Array]:
@@ -274,58 +277,3 @@ class _Run:
 
         choices = [partial(choice, branch) for branch in self.program.branches[1]]
         return lax.switch(row.backward, [lambda: (total, nothing), *choices])
-
-
-# --- arrays by place ---------------------------------------------------------------------------
-
-
-def _zeros(like: Any, axes: Iterable[str] | None = None) -> Array:
-    """Of the shape and dtype of `like`, varying over `axes`, or over its own."""
-    zeros = jnp.zeros(like.shape, like.dtype)
-    return vary(zeros, tuple(varying_axes(like) if axes is None else axes))
-
-
-def _zeros_for_sum(parameter: Array) -> Array:
-    """To add gradients of a parameter to, in float32 if it is narrower itself."""
-    return _zeros(parameter).astype(jnp.promote_types(parameter.dtype, jnp.float32))
-
-
-def _plus(total: Array, summand: Array) -> Array:
-    return total + summand.astype(total.dtype)
-
-
-def _pick(tree: Any, place: Array | int) -> Any:
-    """Entry `place` of every leaf; where there is one only, no arithmetic with it."""
-    return jax.tree.map(
-        lambda leaf: (
-            leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, place, keepdims=False)
-        ),
-        tree,
-    )
-
-
-def _add(tree: Any, place: Array, more: Any) -> Any:
-    """`tree` with `more` added to entry `place` of every leaf."""
-
-    def add(leaf: Array, summand: Array) -> Array:
-        if leaf.shape[0] == 1:
-            return _plus(leaf, summand[None])
-        summed = _plus(_pick(leaf, place), summand)
-        return lax.dynamic_update_index_in_dim(leaf, summed, place, 0)
-
-    return jax.tree.map(add, tree, more)
-
-
-def _where(condition: Array, tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.where(condition, leaf, jnp.zeros_like(leaf)), tree)
-
-
-def _either(waiting: Array | None, place: Array, otherwise: Array) -> Array:
-    return otherwise if waiting is None else jnp.where(place == NOWHERE, otherwise, waiting)
-
-
-def _write(stash: Array | None, place: Array, value: Array) -> Array | None:
-    if stash is None:
-        return None
-    place = jnp.where(place == NOWHERE, stash.shape[0] - 1, place)
-    return lax.dynamic_update_index_in_dim(stash, value, place, 0)

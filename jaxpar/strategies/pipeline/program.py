@@ -15,7 +15,7 @@ from jaxpar.strategies.pipeline.schedule import (
     backward_of,
     forward_of,
 )
-from jaxpar.strategies.pipeline.stash import Stash, gradient_stash, input_stash
+from jaxpar.strategies.pipeline.stash import NOWHERE, Stash, gradient_stash, input_stash
 
 IDLE = 0
 """The branch in which nothing is done."""
@@ -44,6 +44,9 @@ class Row(NamedTuple):
     gradient_backward: Any
 
 
+PLACES = Row._fields[-5:]
+
+
 class Branch(NamedTuple):
     """What tells the code of one cell from another's."""
 
@@ -53,11 +56,15 @@ class Branch(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Successive slots run by one piece of code."""
+    """Successive slots run by one piece of code.
+
+    places: the fields of `Row` by which anything is read from a stash, or written, in these slots.
+    """
 
     slots: range
     has_forward: bool
     has_backward: bool
+    places: frozenset[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +77,20 @@ class Program:
     def parts(self) -> tuple[Part, Part, Part]:
         """Fill, steady and drain."""
         forwards, backwards = phases(self.schedule)
+
+        def part(start: int, stop: int, *, has_forward: bool, has_backward: bool) -> Part:
+            slots = slice(start, max(start, stop))
+            columns = self.table._asdict()
+            used = (name for name in PLACES if (columns[name][slots] != NOWHERE).any())
+            return Part(range(start, stop), has_forward, has_backward, frozenset(used))
+
         return (
-            Part(range(forwards.start, min(forwards.stop, backwards.start)), True, False),
-            Part(range(backwards.start, forwards.stop), True, True),
-            Part(range(max(forwards.stop, backwards.start), backwards.stop), False, True),
-        )
+            part(forwards.start, min(forwards.stop, backwards.start),
+                 has_forward=True, has_backward=False),
+            part(backwards.start, forwards.stop, has_forward=True, has_backward=True),
+            part(max(forwards.stop, backwards.start), backwards.stop,
+                 has_forward=False, has_backward=True),
+        )  # fmt: skip
 
     def branch(self, stage: int, action: Action) -> Branch | None:
         """None where nobody waits for the result."""
