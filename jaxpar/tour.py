@@ -73,6 +73,7 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         plan = {f.name: getattr(self.plan, f.name) for f in fields(Plan) if f.name != "mesh"}
+        plan["frozen"] = list(self.plan.frozen)
         if isinstance(self.plan.schedule, Schedule):
             plan["schedule"] = self.plan.schedule.name
         return {
