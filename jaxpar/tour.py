@@ -138,6 +138,7 @@ def take_tour(
     started = time.perf_counter()
     config, corpus = config or preset("tiny"), corpus or Corpus.standard_library()
     variants = _chosen(only)
+    models = [preset(v.model) if v.model else config for v in variants]
     plans = [v.plan(batch_size=batch_size, seq_len=seq_len) for v in variants]
     use_cpu_devices(max(plan.mesh.num_devices for plan in plans))
 
@@ -158,8 +159,7 @@ def take_tour(
 
     progress("one device", 0, len(variants) + 1)
     rows = []
-    for i, (variant, plan) in enumerate(zip(variants, plans, strict=True)):
-        model = preset(variant.model) if variant.model else config
+    for i, (variant, model, plan) in enumerate(zip(variants, models, plans, strict=True)):
         want = reference(model, plan)
         progress(variant.name, i + 1, len(variants) + 1)
         step = TrainStep(config=model, plan=plan, optimizer=optimizer)
@@ -167,7 +167,7 @@ def take_tour(
     progress("done", len(variants) + 1, len(variants) + 1)
     return Tour(
         seconds=time.perf_counter() - started,
-        model=config.name,
+        model=" and ".join(dict.fromkeys(model.name for model in models)),
         corpus=corpus.name,
         num_steps=num_steps,
         rows=rows,

@@ -77,7 +77,7 @@ def _predicted(name: str) -> list[list[str]]:
     variants = {v.name: v for s in compose.all_strategies().values() for v in s.variants}
     plan = variants[name].plan(batch_size=16, seq_len=64)
     totals: dict[tuple, list[int]] = {}
-    for row in expected(preset("tiny"), plan):
+    for row in expected(preset(variants[name].model or "tiny"), plan):
         total = totals.setdefault((row.kind, row.axes, row.phase), [0, 0])
         total[0] += row.count
         total[1] += row.count * row.payload_bytes
