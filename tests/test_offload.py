@@ -11,6 +11,7 @@ import pytest
 
 from jaxpar import preset
 from jaxpar.audit.compare import agree
+from jaxpar.audit.host_copies import OffloadIgnoredWarning, host_copies, warn_if_ignored
 from jaxpar.disk import OptimizerOnDisk
 from jaxpar.errors import PlanError
 from jaxpar.numerics import first_difference
@@ -249,3 +250,42 @@ def test_state_that_does_not_come_back_is_refused_when_it_runs(monkeypatch):
     explicit = step("data=1", **OPTIMIZER)
     with pytest.raises((TypeError, ValueError), match="memory"):
         explicit(explicit.init(), batches(1)[0])
+
+
+# --- what a backend makes of it ----------------------------------------------------------------
+
+# Types as libtpu 0.0.52 prints them for v5e: moments, and activations in a loop over layers.
+TPU = """HloModule jit_step, is_scheduled=true
+
+%body (p: f32[]) -> f32[] {
+  %dynamic-update-slice-start = ((bf16[4,1,1024,512]{2,3,1,0:T(8,128)(2,1)S(5)}, bf16[1,1,1024,512]{2,3,1,0:T(8,128)(2,1)}, s32[]{:T(128)}, s32[]{:T(128)}, /*index=5*/s32[]{:T(128)}), bf16[4,1,1024,512]{2,3,1,0:T(8,128)(2,1)S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%a, %b, %c)
+  %dynamic-slice-start = ((bf16[4,1,1024,512]{2,3,1,0:T(8,128)(2,1)S(5)}, s32[]{:T(128)}, s32[]), bf16[1,1,1024,512]{2,3,1,0:T(8,128)(2,1)}, u32[]{:S(2)}) dynamic-slice-start(%a, %i)
+}
+
+ENTRY %main (p: f32[]) -> f32[] {
+  %copy-start.22 = (f32[2048,128]{1,0:T(8,128)}, f32[2048,128]{1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%param.80)
+  %copy-start.23 = (f32[2048,128]{1,0:T(8,128)S(5)}, f32[2048,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%fusion)
+  %copy-start.24 = (f32[512]{0:T(512)S(1)}, f32[512]{0:T(512)}, u32[]{:S(2)}) copy-start(%param.79)
+}
+"""  # noqa: E501
+
+
+def test_copies_of_a_compiled_program():
+    layer, moment = 1024 * 512 * 2, 2048 * 128 * 4
+    assert host_copies(TPU) == [
+        ("to host", None, layer), ("to device", None, layer),
+        ("to device", 1, moment), ("to host", 1, moment),
+    ]  # fmt: skip
+
+
+def test_a_backend_that_ignores_offload_is_told_on(offloaded):
+    explicit, _ = offloaded
+    asked = offload.asked_transfers(explicit.jitted.trace(*explicit.abstract_inputs).jaxpr)
+    warn_if_ignored(asked, TPU, "tpu")
+    warn_if_ignored(asked, "", "cpu")
+    with pytest.warns(OffloadIgnoredWarning, match=r"copies to device memory .*cuda compiled"):
+        warn_if_ignored([one for one in asked if one.direction == "to device"], "", "cuda")
+    one_way = TPU.replace("copy-start.23", "other").replace("dynamic-update-slice-start(", "x(")
+    one_way = one_way.replace(" copy-start(%fusion)", " copy(%fusion)")
+    with pytest.warns(OffloadIgnoredWarning, match=r"copies to host memory"):
+        warn_if_ignored(asked, one_way, "tpu")
