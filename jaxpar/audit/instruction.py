@@ -7,6 +7,7 @@ with or without `%`, elided get-tuple-elements. Each part is looked into only wh
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -92,8 +93,8 @@ class Instruction:
         is_root: bool,
     ) -> None:
         self.name = name
-        self.opcode = opcode
-        self.type_text = type_text
+        self.opcode = sys.intern(opcode)  # few, and each many times
+        self.type_text = sys.intern(type_text)
         self.operands_text = operands_text
         self.attributes_text = attributes_text
         self.line = line
@@ -138,13 +139,13 @@ class Instruction:
     @property
     def called(self) -> tuple[tuple[str, str], ...]:
         """(attribute, computation name) for each computation this instruction runs, in order."""
+        if self.opcode == "fusion" and (simple := _FUSED.match(self.attributes_text)):
+            return (("calls", simple[1]),)  # not kept, since most instructions are such
         if self._called is None:
             self._called = self._find_called()
         return self._called
 
     def _find_called(self) -> tuple[tuple[str, str], ...]:
-        if self.opcode == "fusion" and (simple := _FUSED.match(self.attributes_text)):
-            return (("calls", simple[1]),)
         if not any(key in self.attributes_text for key in CALL_KEYS):
             return ()
         attributes = self.attributes

@@ -27,7 +27,7 @@ __all__ = ["Computation", "Instruction", "Module", "Operand", "read_hlo"]
 MAX_PROBLEMS = 20
 """Unreadable lines that are described one by one; further ones are only counted."""
 
-MAX_READ = 1 << 16
+MAX_READ = 1 << 14
 """Computations in memory beyond which those that were only looked into are forgotten."""
 
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{", re.DOTALL)

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def machine_code_as_it_comes():
     """LLVM works on what comes after the HLO: leave its optimizations out."""
     jax.config.update("jax_disable_most_optimizations", True)

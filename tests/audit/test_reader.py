@@ -239,3 +239,46 @@ def test_time_grows_linearly():
 
     small = min(seconds(1000) for _ in range(3))
     assert min(seconds(10_000) for _ in range(3)) < 30 * small
+
+
+INERT = """%fused (p.1: f32[8], p.2: f32[8]) -> f32[8] {
+  %p.1 = f32[8]{0} parameter(0)
+  %p.2 = f32[8]{0} parameter(1)
+  %x = f32[8]{0} add(%p.1, %p.2), metadata={op_name="%p.2 = ROOT parameter(7)"}
+  %x.1 = f32[8]{0} multiply(%x, %x)
+  ROOT %y = f32[8]{0} add(%x.1, %x)
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %f = f32[8]{0} fusion(%a, %a), kind=kLoop, calls=%fused
+}
+"""
+WHOLE = [("  %p.1", "  p.1"), ("ROOT %y", "%y"), ("  %x.1", "\t%x.1")]
+
+
+@pytest.mark.parametrize(("before", "after"), [("", ""), *WHOLE])
+def test_single_lines_are_those_of_the_whole(before, after):
+    """A fusion's body is read line by line, and gives what reading all of it gives."""
+    text = INERT.replace(before, after, 1)
+    for ask in (
+        lambda it: it.root.line,
+        lambda it: sorted((number, found.line) for number, found in it.parameters.items()),
+        lambda it: [found.line for found in (it.get("x"), it.get("p.2"), it.get("y")) if found],
+        lambda it: [[user.line for user in it.users(name)] for name in ("x", "p.1", "x.1", "z")],
+        lambda it: it.get("z"),
+    ):
+        parts, whole = (read_hlo(text).computations["fused"] for _ in range(2))
+        assert parts.inert
+        assert whole.instructions
+        assert ask(parts) == ask(whole)
+
+
+def test_a_line_is_read_once():
+    body = read_hlo(INERT).computations["fused"]
+    root, (first, second) = body.root, body.users("x")
+    assert body.get("y") is root is second is body.users("x.1")[0]
+    assert body.instructions["y"] is root
+    assert body.instructions["x.1"] is first
+    body.forget()
+    assert body.root is not root

@@ -5,6 +5,7 @@ Walks backward, bounded, without recursion; what they cannot decide is "no" or N
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeAlias
 
@@ -100,10 +101,10 @@ class Producers:
         It is asked about each value on the way back and answers True or False, or None to be asked
         about the operands of that instruction instead.
         """
-        todo = [place]
+        todo = deque([place])  # nearest first: what says no is seldom far
         seen: set[Key] = set()
         while todo:
-            end = self.end(todo.pop())
+            end = self.end(todo.popleft())
             if end is None or end.instruction is None:
                 return False
             key = value_key(end)
