@@ -82,25 +82,26 @@ def attention(plan: Plan) -> Attention:
             axis=AXIS,
             layout=layout,
             reduce_dtype=reduce_dtype,
-            keeps_first_visitor=repeats_attention(plan),
+            keeps_first_visitor=fetches_less(plan),
         )
         inner = partial(ring_attention, ring)
     else:
         gather = Gather(  # of a single rank's keys: nothing is gathered
             layout=layout,
             reduce_dtype=reduce_dtype,
-            keeps_gathered=repeats_attention(plan),
+            keeps_gathered=fetches_less(plan),
         )
         inner = partial(gathered_attention, gather)
     return exchanging_heads(layout.slice_axis, inner)
 
 
-def repeats_attention(plan: Plan) -> bool:
-    """Whether a layer's attention runs again, with its communication, just before its backward.
+def fetches_less(plan: Plan) -> bool:
+    """Whether attention runs again, with its communication, shortly before its backward.
 
-    What it brought a second time is then still there, and the backward need not fetch it a third.
+    What it brought a second time is then still there, and the backward need not fetch it a third:
+    so with some choices of `remat`, and in a pipeline, whose stages begin a backward that way.
     """
-    return remat.repeats_attention(plan)
+    return remat.repeats_attention(plan) or plan.size("pipe") > 1
 
 
 # --- where tokens are ------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
                 )
             )
 
-    again: tuple[Phase, ...] = ("recompute",) if repeats_attention(plan) else ()
+    again: tuple[Phase, ...] = ("recompute",) if remat.repeats_attention(plan) else ()
     if where.num_slices > 1:
         for heads, why in ((q_heads, "queries, output"), (sent_kv_heads, "keys, values")):
             elements = local_tokens * heads * config.head_dim
@@ -175,12 +176,12 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     block = local_tokens * sent_kv_heads * config.head_dim
     forward: tuple[Phase, ...] = ("forward", *again)
     if plan.context == "ring":
-        kind, hops, fewer = "collective-permute", 2 * (n - 1), 2 if again else 0
+        kind, hops, fewer = "collective-permute", 2 * (n - 1), 2 if fetches_less(plan) else 0
         add(kind, AXIS, hops, forward, block, compute, "keys, values go round")
         add(kind, AXIS, hops - fewer, ("backward",), block, compute, "keys, values go round")
         add(kind, AXIS, hops, ("backward",), block, reduce, "their gradients go round")
     else:
-        phases = forward if again else ("forward", "backward")
+        phases = forward if fetches_less(plan) else ("forward", "backward")
         add("all-gather", AXIS, 2, phases, n * block, compute, "keys, values")
         add("reduce-scatter", AXIS, 2, ("backward",), n * block, reduce, "their gradients")
     return rows
