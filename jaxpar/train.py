@@ -55,7 +55,7 @@ class Metrics(NamedTuple):
     loss, gradient_norm, num_tokens: scalars; the tokens are the valid ones.
     stats: what layers counted, summed over all tokens, [L, ..] each; dense layers count nothing.
 
-    Of the layers with experts, float32 [L] each:
+    Of the layers with experts, float32 [L] each, [0] where there are none:
     imbalance: tokens of the busiest expert over the mean, before any is dropped; 1 is even.
     dropped_fraction: of the choices of all tokens, those that found no place.
     """
@@ -67,11 +67,15 @@ class Metrics(NamedTuple):
 
     @property
     def imbalance(self) -> Array:
+        if not self.stats:
+            return jnp.zeros(0)
         tokens_LE = self.stats["tokens_per_expert"]
         return tokens_LE.max(axis=-1) / tokens_LE.mean(axis=-1)
 
     @property
     def dropped_fraction(self) -> Array:
+        if not self.stats:
+            return jnp.zeros(0)
         return self.stats["num_dropped"] / self.stats["tokens_per_expert"].sum(axis=-1)
 
 

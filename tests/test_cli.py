@@ -102,7 +102,7 @@ def test_explain_knows_every_strategy(run, name, mesh):
     assert (code, err) == (0, "")
     card = compose.strategy(name)[0].card
     assert card.source in out
-    unused = mesh == "data=1" and name not in ("data", "clip")
+    unused = mesh == "data=1" and name not in ("data", "clip", "expert")
     assert (f"This plan does not use {name}. Its axis: {card.axis}." in out) == unused
     assert ("On the wire, the whole step: nothing." in out) == (mesh == "data=1")
 
@@ -113,7 +113,7 @@ def test_explain_knows_every_strategy(run, name, mesh):
         (["explain", "tensr"], "no strategy 'tensr'. Did you mean 'tensor'?"),
         (["explain", "[red]x[/red]"], "no strategy '[red]x[/red]'. Known: "),
         (["explain", "data", "--model", "llama-3-8"], "Did you mean 'llama-3-8b'?"),
-        (["explain", "data", "--model", "mixtral-8x7b"], "mixtral-8x7b has num_experts=8"),
+        (["explain", "expert", "--mesh", "expert=8"], "Presets that have: tiny-moe, mixtral-8x7b"),
         (["explain", "data", "--mesh", "nosuch"], "no mesh file 'nosuch'"),
         (["explain", "data", "--mesh", "tensr=2"], "no axis role 'tensr'. Did you mean 'tensor'?"),
         (["explain", "tensor", "--mesh", "tensor=3"], "num_heads=32 cannot be split over tensor=3"),

@@ -39,7 +39,7 @@ from jax import Array
 
 from jaxpar.collectives import all_reduce
 from jaxpar.errors import PlanError, nearest_divisors
-from jaxpar.model.config import ModelConfig, Parameter
+from jaxpar.model.config import PRESETS, ModelConfig, Parameter
 from jaxpar.model.routing import capacity, drop_over_capacity
 from jaxpar.strategies.expert_dispatch import AXIS, with_capacity, without_limit
 from jaxpar.strategies.plan import DTYPES, TOKEN_AXES, Plan
@@ -134,7 +134,9 @@ def check(config: ModelConfig, plan: Plan) -> None:
     if n > 1 and not E:
         raise PlanError(
             f"The mesh has expert={n}, and {config.name} has no experts to spread over it "
-            f"(num_experts=0). Axes that train: data or fsdp in its place."
+            f"(num_experts=0). Presets that have: "
+            f"{', '.join(name for name, c in PRESETS.items() if c.num_experts)}. "
+            f"Axes that train: data or fsdp in its place."
         )
     if not E:
         return
