@@ -51,8 +51,8 @@ def zero_table(models: list[str]) -> tuple[Table, dict[str, Any]]:
 
 
 def in_gigabytes(num_bytes: float) -> str:
-    """Three digits, as the paper prints them; more in front of the point."""
-    value = num_bytes / 1e9
+    """Three digits, halves up, as the paper prints them; more in front of the point."""
+    value = num_bytes / 1e9 * (1 + 1e-9)
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
