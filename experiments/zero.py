@@ -1,6 +1,6 @@
 """Bytes per parameter and device under each ZeRO stage: the paper's, the closed form's, XLA's.
 
-    .venv/bin/python experiments/zero.py                # float32: a CPU computes in nothing narrower
+    .venv/bin/python experiments/zero.py                # float32, as wide as a CPU computes
     .venv/bin/python experiments/zero.py --tpu v5e:2x4  # bfloat16, compiled for TPUs; needs none
 
 The second needs libtpu, and on a machine that is no TPU host TPU_SKIP_MDS_QUERY=1,
