@@ -185,8 +185,5 @@ STRATEGY = Strategy(
     check=check,
     hooks=hooks,
     expected=expected,
-    variants=(
-        Variant(name="data", mesh="data=8"),
-        Variant(name="data-overlapped", mesh="data=8", fields={"overlap_gradients": True}),
-    ),
+    variants=(Variant(name="data", mesh="data=8"),),
 )

@@ -141,6 +141,5 @@ STRATEGY = Strategy(
     expected=expected,
     variants=(
         Variant(name="zero2", mesh="fsdp=8", fields={"zero": 2, "num_accumulation_steps": 2}),
-        Variant(name="zero2+tensor", mesh="data=2,fsdp=2,tensor=2", fields={"zero": 2}),
     ),
 )
