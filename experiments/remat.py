@@ -5,8 +5,7 @@
 
 `GPT` is Korthikanti et al. 2022, table 2; `formula` that of this project's layers; `kept` what the
 traced step hands from its forward to its backward, which has to be the same; `temp` how much the
-compiler's temporary memory grows per layer, on a CPU, which is no memory of arrays alone: it also
-has what a layer needs while it runs, once, and reuses what it can.
+compiler's temporary memory grows per layer, on a CPU: by that and by the layer's gradients.
 """
 
 from __future__ import annotations
