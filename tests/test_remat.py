@@ -137,7 +137,6 @@ def test_predicted_is_what_the_program_asks_for(mesh, config, fields):
 CASES = [
     ("data=2,tensor=2", {"remat": "selective"}),
     ("context=2,tensor=2", {"remat": "dots"}),
-    ("fsdp=2,tensor=2", {"remat": "dots", "sequence": True}),
 ]
 
 
