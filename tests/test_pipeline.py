@@ -307,7 +307,7 @@ def test_a_table_from_a_file(tmp_path):
     ("mesh", "fields", "words"),
     [
         ("pipe=4", {}, "num_layers=2 pipe=4 num_virtual_stages=1 Nearest sizes of axis pipe: 2"),
-        ("pipe=2", INTERLEAVED, "num_layers=2 pipe=2 num_virtual_stages=2 axis pipe: 1"),
+        ("pipe=2", INTERLEAVED, "num_layers=2 pipe=2 num_virtual_stages=2 num_virtual_stages: 1"),
         ("pipe=1", INTERLEAVED, "'interleaved' num_virtual_stages=2 pipe=1"),
         ("data=2", GPIPE, "schedule='gpipe' num_microbatches=1 pipe=1"),
         ("data=2", {"num_microbatches": 2}, "num_microbatches=2 pipe=1"),

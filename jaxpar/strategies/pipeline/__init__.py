@@ -102,15 +102,12 @@ def check(config: ModelConfig, plan: Plan) -> None:
             )
     _check_fields(config, plan)
     if config.num_layers < p * v:
-        sizes = nearest_divisors(config.num_layers, p, lambda d: d * v <= config.num_layers)
+        sizes = nearest_divisors(config.num_layers, p, lambda d: d <= config.num_layers)
+        right = f"num_virtual_stages: {config.num_layers // p}"
         raise PlanError(
             f"{config.name}: num_layers={config.num_layers} are too few for pipe={p} stages with "
             f"num_virtual_stages={v} chunks on each: every chunk has a layer. Nearest "
-            + (
-                f"sizes of axis pipe: {sizes}."
-                if sizes
-                else f"num_virtual_stages: {max(1, config.num_layers // p)}."
-            )
+            f"{right if config.num_layers >= p else f'sizes of axis pipe: {sizes}'}."
         )
     schedule = schedule_of(plan)
     for field, have, want in (
