@@ -18,8 +18,8 @@ P = parameters on this device, k moments of 4 bytes (Adam: 2); A = bytes of what
 
 A backend without `pinned_host` memory is refused. A CPU's pinned memory *is* its memory: programs
 ask for the transfers and XLA leaves them out, so that a CPU proves the requests and the numbers and
-no copy. What a compiled program does copy is in `audit/host_copies.py`, whose `warn_if_ignored` says
-so loudly where it should be more.
+no copy. What a compiled program does copy is told by `audit/host_copies.py`, and `warn_if_ignored`
+there is loud where it should be more.
 
 Sources: Rajbhandari et al. 2021 (ZeRO-Infinity) §5.1; Ren et al. 2021 (ZeRO-Offload) §3.
 """
