@@ -43,7 +43,7 @@ def attention_step(plan: Plan, config: ModelConfig) -> tuple[Any, list[jax.Shape
     """Jitted (q, k, v, gradient) -> (output, gradients), and its arguments' shapes."""
     mesh = plan.mesh.build()
     spec = PartitionSpec(None, tuple(axis for axis in context.AXES if plan.size(axis) > 1))
-    attention = context.hooks(config, plan)["attention"]
+    attention = context.attention(plan)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         local = jax.shard_map(

@@ -321,12 +321,12 @@ class TrainStep:
     def _local_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         reduced_axes = compose.tree(self.layout, self._reduced_axes)
         split_axes = compose.tree(self.layout, lambda placed: placed.split_axes)
-        parallel = compose.parallel(self.config, self.plan)
+        parallel = compose.parallel(self.config, self.plan, self.layout)
 
         num_tokens = count_tokens(batch.mask_BS)
         trained = start_gradients(self._trained(state.params), reduced_axes)
         params = fill(trained, state.params)
-        params, parallel = compose.start(self.config, self.plan, params, parallel)
+        params, parallel = compose.start(self.plan, self.layout, params, parallel)
         if self.plan.size("pipe") == 1:
             (loss, stats), gradients = accumulate(
                 partial(self._loss, others=params, num_tokens=num_tokens, parallel=parallel),
@@ -339,7 +339,7 @@ class TrainStep:
             (loss, stats), gradients = pipeline.loss_and_gradients(
                 self.config, self.plan, params, batch, num_tokens=num_tokens, parallel=parallel
             )
-        gradients = compose.finish(self.config, self.plan, gradients)
+        gradients = compose.finish(self.plan, self.layout, gradients)
         loss = sum_loss(loss)
         gradients = reduce_gradients(gradients, reduced_axes, jnp.dtype(self.plan.reduce_dtype))
         norm = global_norm(gradients, split_axes)

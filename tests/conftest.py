@@ -7,7 +7,7 @@ from jaxpar.mesh import use_cpu_devices
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# LLVM works on what comes after the HLO: without its optimizations tests compile in 2/3 of the time.
+# LLVM works on what comes after the HLO; without its optimizations tests compile a third faster.
 jax.config.update("jax_disable_most_optimizations", True)
 use_cpu_devices(8)
 

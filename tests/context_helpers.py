@@ -74,7 +74,7 @@ def context_plan(mesh: str, **fields: Any) -> Plan:
 def program(plan: Plan, placed_segments: np.ndarray | None = None) -> Any:
     """A function of (q, k, v, do) in placed order: one attention with its backward."""
     context.STRATEGY.check(ONE_LAYER, plan)
-    attention = context.hooks(ONE_LAYER, plan)["attention"]
+    attention = context.attention(plan)
     mesh = plan.mesh.build()
     spec = PartitionSpec(None, tuple(axis for axis in context.AXES if plan.size(axis) > 1))
     placed = None if placed_segments is None else jnp.asarray(placed_segments)

@@ -367,7 +367,9 @@ def bad_batches():
             yield pytest.param(good._replace(**{field: bad}), words, id=f"{field}:{value}")
     for bad in (tuple(good), good._asdict(), None, good.tokens_BS):
         name = type(bad).__name__
-        yield pytest.param(bad, f"{name} Batch(tokens_BS, labels_BS, mask_BS, segments_BS)", id=name)
+        yield pytest.param(
+            bad, f"{name} Batch(tokens_BS, labels_BS, mask_BS, segments_BS)", id=name
+        )
 
 
 @pytest.mark.parametrize(("batch", "words"), list(bad_batches()))

@@ -111,29 +111,29 @@ def _place(parameter: Parameter, plan: Plan, strategies: list[Strategy]) -> Plac
     )
 
 
-def parallel(config: ModelConfig, plan: Plan) -> Parallel:
+def parallel(config: ModelConfig, plan: Plan, layout: Layout) -> Parallel:
     """What the model calls on this plan's mesh."""
     hooks: dict[str, Callable[..., Any]] = {}
     for s in active_strategies(plan):
-        mine = s.hooks(config, plan)
+        mine = s.hooks(config, plan, layout)
         assert s.refines or not hooks.keys() & mine.keys(), f"{s.card.name} replaces others' hooks"
         hooks |= mine
     return Parallel(**hooks)
 
 
 def start(
-    config: ModelConfig, plan: Plan, params: Params, parallel: Parallel
+    plan: Plan, layout: Layout, params: Params, parallel: Parallel
 ) -> tuple[Params, Parallel]:
     """What the step is differentiated with respect to, and what its model then calls."""
     for s in active_strategies(plan):
-        params, parallel = s.start(config, plan, params, parallel)
+        params, parallel = s.start(plan, layout, params, parallel)
     return params, parallel
 
 
-def finish(config: ModelConfig, plan: Plan, gradients: Params) -> Params:
+def finish(plan: Plan, layout: Layout, gradients: Params) -> Params:
     """Gradients of the parameters, from those of what `start` returned."""
     for s in reversed(active_strategies(plan)):
-        gradients = s.finish(config, plan, gradients)
+        gradients = s.finish(plan, layout, gradients)
     return gradients
 
 

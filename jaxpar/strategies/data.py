@@ -34,7 +34,7 @@ from jaxpar.errors import PlanError, did_you_mean
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Stats
 from jaxpar.model.transformer import Params
-from jaxpar.strategies import compose, shards
+from jaxpar.strategies import shards
 from jaxpar.strategies.plan import DTYPE_BYTES, DTYPES, LOSS_AXES, TOKEN_AXES, Plan
 from jaxpar.strategies.shards import Weight, is_param, path_of, used
 from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
@@ -169,10 +169,10 @@ def check(config: ModelConfig, plan: Plan) -> None:
         )
 
 
-def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
     if not plan.overlap_gradients or plan.size(shards.AXIS) > 1:  # those who shard see to it
         return {}
-    weights = shards.weights(plan, compose.layout(config, plan))
+    weights = shards.weights(plan, layout)
     return {"gather": lambda state: reduce_inside(state, weights)}
 
 

@@ -173,7 +173,7 @@ def splits(parameter: Parameter, plan: Plan) -> dict[str, str]:
     return {"experts": AXIS} if is_stack and plan.size(AXIS) > 1 else {}
 
 
-def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
     mine: dict[str, Callable[..., Any]] = {
         "sum_counts": partial(sum_counts, axes=balance_axes(config)),
     }

@@ -34,7 +34,7 @@ from jax import Array, lax
 
 from jaxpar.errors import PlanError, nearest_divisors
 from jaxpar.model.config import ModelConfig
-from jaxpar.strategies import compose, shards
+from jaxpar.strategies import shards
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.prefetch import MIN_GROUPS, Loop
 from jaxpar.strategies.shards import AXIS, Weight, is_param, path_of, row, use, used
@@ -134,8 +134,8 @@ def check(config: ModelConfig, plan: Plan) -> None:
             )
 
 
-def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
-    weights = shards.weights(plan, compose.layout(config, plan))
+def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
+    weights = shards.weights(plan, layout)
     return {
         "gather": lambda state: gather(state, weights),
         "scan": lambda body, x_BSD, stacked: scan(body, x_BSD, stacked, plan, weights),

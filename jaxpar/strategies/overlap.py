@@ -263,7 +263,7 @@ def check(config: ModelConfig, plan: Plan) -> None:
         )
 
 
-def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
     return {
         "gather_matmul": partial(gather_matmul, direction=plan.overlap),
         "matmul_scatter": partial(matmul_scatter, direction=plan.overlap),

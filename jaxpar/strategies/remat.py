@@ -118,7 +118,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
 # --- rules -----------------------------------------------------------------------------------
 
 
-def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
     if plan.remat == "selective":
         # Strategies with another attention call `attention_core` themselves.
         is_split = plan.size("context") > 1 or plan.size("ulysses") > 1

@@ -129,7 +129,7 @@ def check(config: ModelConfig, plan: Plan) -> None:
         )
 
 
-def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
     return {"enter": enter, "leave": leave, "embed": embed}
 
 

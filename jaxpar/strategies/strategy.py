@@ -104,7 +104,7 @@ class Placed:
 Layout = tuple[Placed, ...]
 
 
-def _no_hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+def _no_hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
     return {}
 
 
@@ -117,12 +117,12 @@ def _nothing_to_check(config: ModelConfig, plan: Plan) -> None:
 
 
 def _same_start(
-    config: ModelConfig, plan: Plan, params: Params, parallel: Parallel
+    plan: Plan, layout: Layout, params: Params, parallel: Parallel
 ) -> tuple[Params, Parallel]:
     return params, parallel
 
 
-def _same_finish(config: ModelConfig, plan: Plan, gradients: Params) -> Params:
+def _same_finish(plan: Plan, layout: Layout, gradients: Params) -> Params:
     return gradients
 
 
@@ -152,8 +152,8 @@ class Strategy:
     expected: Callable[[ModelConfig, Plan, Layout], list[Expected]]
     check: Callable[[ModelConfig, Plan], None] = _nothing_to_check
     splits: Callable[[Parameter, Plan], dict[str, str]] = _no_splits
-    hooks: Callable[[ModelConfig, Plan], dict[str, Callable[..., Any]]] = _no_hooks
-    start: Callable[[ModelConfig, Plan, Params, Parallel], tuple[Params, Parallel]] = _same_start
-    finish: Callable[[ModelConfig, Plan, Params], Params] = _same_finish
+    hooks: Callable[[ModelConfig, Plan, Layout], dict[str, Callable[..., Any]]] = _no_hooks
+    start: Callable[[Plan, Layout, Params, Parallel], tuple[Params, Parallel]] = _same_start
+    finish: Callable[[Plan, Layout, Params], Params] = _same_finish
     refines: str | None = None
     variants: tuple[Variant, ...] = ()

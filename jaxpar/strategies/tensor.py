@@ -223,7 +223,7 @@ def splits(parameter: Parameter, plan: Plan) -> dict[str, str]:
     return {dim: AXIS for dim in SPLIT_DIMS if dim in sizes and sizes[dim] % n == 0}
 
 
-def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
     return {
         "enter": enter,
         "leave": leave,

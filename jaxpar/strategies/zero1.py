@@ -32,7 +32,7 @@ from jaxpar.errors import PlanError
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel
 from jaxpar.model.transformer import Params
-from jaxpar.strategies import compose, shards
+from jaxpar.strategies import shards
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.shards import AXIS, by_path, map_paths, row
 from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
@@ -49,9 +49,9 @@ CARD = Card(
 # --- communication ---------------------------------------------------------------------------
 
 
-def gather_once(config: ModelConfig, plan: Plan, params: Params) -> dict[str, Array]:
+def gather_once(plan: Plan, layout: Layout, params: Params) -> dict[str, Array]:
     """Every split parameter, whole and in the compute dtype, by path; all layers at once."""
-    weights = shards.weights(plan, compose.layout(config, plan))
+    weights = shards.weights(plan, layout)
     whole = {}
     with jax.named_scope("forward"):
         for path, shard in by_path(params).items():
@@ -63,16 +63,16 @@ def gather_once(config: ModelConfig, plan: Plan, params: Params) -> dict[str, Ar
 
 
 def start(
-    config: ModelConfig, plan: Plan, params: Params, parallel: Parallel
+    plan: Plan, layout: Layout, params: Params, parallel: Parallel
 ) -> tuple[Params, Parallel]:
     """The step computes with whole weights, and so gets whole gradients."""
-    whole = gather_once(config, plan, params)
+    whole = gather_once(plan, layout, params)
     return map_paths(lambda path, shard: whole.get(path, shard), params), parallel
 
 
-def finish(config: ModelConfig, plan: Plan, gradients: Params) -> Params:
+def finish(plan: Plan, layout: Layout, gradients: Params) -> Params:
     """Sums of gradients, each device's part, float32."""
-    weights = shards.weights(plan, compose.layout(config, plan))
+    weights = shards.weights(plan, layout)
 
     def scatter(path: str, gradient: Array) -> Array:
         weight = weights[path]

@@ -34,7 +34,7 @@ from jax import Array, lax
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel
 from jaxpar.model.transformer import Params
-from jaxpar.strategies import compose, shards, zero1
+from jaxpar.strategies import shards, zero1
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.shards import AXIS, Weight, is_param, map_paths, path_of, row, use
 from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
@@ -69,11 +69,11 @@ use_whole.defvjp(_use_forward, _use_backward)
 
 
 def start(
-    config: ModelConfig, plan: Plan, params: Params, parallel: Parallel
+    plan: Plan, layout: Layout, params: Params, parallel: Parallel
 ) -> tuple[Params, Parallel]:
     """The step computes with whole weights, and differentiates with respect to shards of them."""
-    weights = shards.weights(plan, compose.layout(config, plan))
-    whole = zero1.gather_once(config, plan, params)
+    weights = shards.weights(plan, layout)
+    whole = zero1.gather_once(plan, layout, params)
 
     def in_reduce_dtype(path: str, shard: Array) -> Array:
         # Nobody reads its values: it says where the gradient goes, and in which dtype.
@@ -106,7 +106,7 @@ def start(
     return map_paths(in_reduce_dtype, params), replace(parallel, gather=gather, scan=scan)
 
 
-def finish(config: ModelConfig, plan: Plan, gradients: Params) -> Params:
+def finish(plan: Plan, layout: Layout, gradients: Params) -> Params:
     """Sums of gradients, as scattered all along, float32."""
     return jax.tree.map(lambda gradient: gradient.astype("float32"), gradients)
 

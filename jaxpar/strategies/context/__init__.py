@@ -250,7 +250,7 @@ def _check_heads(config: ModelConfig, plan: Plan, where: SequenceLayout) -> None
         )
 
 
-def hooks(config: ModelConfig, plan: Plan) -> dict[str, Callable[..., Any]]:
+def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
     return {"attention": attention(plan), "positions": sequence_layout(plan).positions}
 
 
