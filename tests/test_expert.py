@@ -395,9 +395,3 @@ def test_fault_is_seen(name, monkeypatch):
     else:
         with pytest.raises((ValueError, AssertionError), match="var(ying|ies)"):
             explicit.jitted.trace(*explicit.abstract_inputs)
-
-
-def test_without_a_fault_the_same_checks_agree():
-    explicit = TrainStep(config=ONE, plan=plan("expert=2"), optimizer=SGD)
-    seen = see(explicit, 1)
-    assert agree(seen.lines) and seen.numbers_agree

@@ -98,7 +98,6 @@ def error(got, want):
 @pytest.mark.parametrize(
     ("mesh", "form", "kind"),
     [
-        ("data=1", "capacity, weight", "softmax"),
         ("data=2", "dropless", "softmax"),
         ("expert=2", "capacity, position", "softmax"),
         ("expert=8", "dropless", "sigmoid"),
@@ -167,9 +166,6 @@ FAULTS = {
     "weights of another expert in the sum": (
         "dropless", "combine",
         lambda y, r: COMBINE(y, r._replace(weight_BSK=r.weight_BSK[..., ::-1]))),
-    "weights left out of the sum": (
-        "dropless", "combine",
-        lambda y, r: COMBINE(y, r._replace(weight_BSK=jnp.ones_like(r.weight_BSK)))),
     "a dropped token gets what lies in its expert's first place": (
         "capacity, weight", "slots", lambda r: jnp.zeros_like(r.expert_BSK)),
     "places counted over the batch instead of the sequence": (
