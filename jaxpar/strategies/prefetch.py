@@ -118,7 +118,7 @@ class Loop:
         """Gradients of x and of the trained shards, from those of x and of what was counted."""
         gradients = [_nothing(s) for s in self._parted(shards)[0]]
         # Or a compiler may keep what the forward gathered, which is what must not happen.
-        shards, gradient_x = lax.optimization_barrier((shards, gradient_x))
+        shards = [_behind(shard, gradient_x) for shard in shards]
 
         def again(i: Array | int) -> list[Array]:
             if self.keep:
@@ -170,6 +170,13 @@ class Loop:
 def _at(stacked: Any, i: Array | int) -> Any:
     """One group of arrays [G, ..]; a slice of all of them would be a copy."""
     return jax.tree.map(lambda t: lax.dynamic_index_in_dim(t, i, keepdims=False), stacked)
+
+
+def _behind(shard: Array, other: Array) -> Array:
+    """The shard, which nobody can read before `other` is there."""
+    tied, _ = lax.optimization_barrier((shard, other))
+    # JAX 0.10 lets each result of a barrier vary over the axes of all of them.
+    return tied if varying_axes(tied) == varying_axes(shard) else shard
 
 
 def _nothing(shard: Array) -> Array:
