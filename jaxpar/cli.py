@@ -84,13 +84,23 @@ def explain(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 64,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
-    accumulation_steps: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    accumulation_steps: Annotated[
+        int | None, typer.Option(help="Micro-batches per step, one after the other.")
+    ] = None,
     sequence: Annotated[
-        bool, typer.Option("--sequence", help="Sequence parallelism over axis tensor.")
-    ] = False,
-    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    reduce_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    remat: Annotated[str, typer.Option(help="none, selective, dots or full.")] = "none",
+        bool | None, typer.Option("--sequence", help="Sequence parallelism over axis tensor.")
+    ] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    reduce_dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    remat: Annotated[str | None, typer.Option(help="none, selective, dots or full.")] = None,
+    other: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Any field of a Plan, such as num_microbatches=16; may be repeated.",
+        ),
+    ] = None,
     json_path: Json = None,
 ) -> None:
     """A strategy's card, and its closed form for a model on a mesh. Nothing is run."""
@@ -101,21 +111,23 @@ def explain(
     from jaxpar.predict.volume import expected, wire_bytes_by_axes
     from jaxpar.report.text import card_table, expected_table, size
     from jaxpar.strategies import compose
-    from jaxpar.strategies.plan import Plan
+    from jaxpar.strategies.plan import Plan, plan_fields
 
     _check_writable(json_path)
     strategy, variant = compose.strategy(name)
-    own = ("num_accumulation_steps", "sequence", "compute_dtype", "reduce_dtype", "remat")
+    given = {
+        "num_accumulation_steps": accumulation_steps,
+        "sequence": sequence,
+        "compute_dtype": compute_dtype,
+        "reduce_dtype": reduce_dtype,
+        "remat": remat,
+        **plan_fields(other or ()),
+    }
     plan = Plan(
         mesh=MeshSpec.load(mesh or variant.mesh),
         batch_size=batch_size,
         seq_len=seq_len,
-        num_accumulation_steps=accumulation_steps,
-        sequence=sequence or "sequence" in variant.fields,
-        compute_dtype=compute_dtype,  # type: ignore[arg-type]  # the plan checks it
-        reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
-        remat=remat,  # type: ignore[arg-type]
-        **{field: value for field, value in variant.fields.items() if field not in own},
+        **variant.fields | {field: value for field, value in given.items() if value is not None},
     )
     config = preset(model)
     whole_step = expected(config, plan)

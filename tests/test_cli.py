@@ -88,23 +88,42 @@ def test_explain(run):
     assert data["expected"][0] == {
         "kind": "all-reduce", "axes": ["tensor"], "phase": "forward",
         "count": 65, "payload_bytes": 32 * 4096 * 4096 * 2, "dtype": "bf16",
-        "why": "leave attention and MLP of each layer, and embedding",
+        "why": "leave attention and MLP of each layer, and embedding", "device_counts": None,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", compose.all_strategies())
-@pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,tensor=4"])
-def test_explain_knows_every_strategy(run, name, mesh):
-    code, out, err = run("explain", name, "--model", "tiny", "--mesh", mesh, "--seq-len", 64)
-    if name == "sequence" and mesh == "data=1":
-        assert "sequence=True splits" in paragraph((code, out, err))
-        return
+def test_explain_knows_every_strategy(run, name):
+    found, variant = compose.strategy(name)
+    model = variant.model or "tiny"
+    code, out, err = run("explain", name, "--model", model, "--seq-len", 64)
     assert (code, err) == (0, "")
-    card = compose.strategy(name)[0].card
-    assert card.source in out
-    unused = mesh == "data=1" and name not in ("data", "clip", "expert")
-    assert (f"This plan does not use {name}. Its axis: {card.axis}." in out) == unused
-    assert ("On the wire, the whole step: nothing." in out) == (mesh == "data=1")
+    assert found.card.source in out and found.card.name in out
+    assert f"On the wire, {name}: " in out
+    assert "This plan does not use" not in out
+
+
+@pytest.mark.parametrize("name", compose.all_strategies())
+def test_explain_says_where_a_mesh_has_no_use_for_a_strategy(run, name):
+    found, _ = compose.strategy(name)
+    answer = run("explain", name, "--model", "tiny", "--mesh", "data=1", "--seq-len", 64)
+    if answer[0]:
+        assert "(data=1)" in paragraph(answer)
+        return
+    everywhere = {"data", "clip", "remat", "offload", "expert"}
+    told = f"This plan does not use {name}. Its axis: {found.card.axis}." in answer[1]
+    assert told == (name not in everywhere)
+    assert "On the wire, the whole step: nothing." in answer[1]
+
+
+def test_explain_sets_any_field_of_a_plan(run):
+    def told(*options):
+        return run("explain", "pipeline", "--model", "llama-3-8b", *options)
+
+    few, many = (told("--set", f"num_microbatches={m}")[1] for m in (4, 8))
+    assert few != many
+    assert "Did you mean 'schedule'?" in paragraph(told("--set", "shedule=1f1b"))
+    assert "write name=value" in paragraph(told("--set", "schedule"))
 
 
 @pytest.mark.parametrize(
@@ -117,14 +136,13 @@ def test_explain_knows_every_strategy(run, name, mesh):
         (["explain", "data", "--mesh", "nosuch"], "no mesh file 'nosuch'"),
         (["explain", "data", "--mesh", "tensr=2"], "no axis role 'tensr'. Did you mean 'tensor'?"),
         (["explain", "tensor", "--mesh", "tensor=3"], "num_heads=32 cannot be split over tensor=3"),
-        (["explain", "data", "--mesh", "pipe=2"], "no strategy trains on axis 'pipe'"),
         (["explain", "data", "--batch-size", "63"], "Nearest batch_size: 56 or 64."),
         (["explain", "data", "--seq-len", "8193"], "Nearest seq_len: 8192."),
         (["explain", "data", "--seq-len", "0"], "seq_len=0 (int) must be a whole number from 1"),
         (["explain", "data", "--json", "nosuch/x.json"], "Cannot write nosuch/x.json: no such"),
         (["explain", "data", "--json", "."], "Cannot write .: no such folder, or a folder itself."),
         (["explain", "data", "--json", "x" * 300], "xxx: File name too long."),
-        (["tour", "--only", "nosuch"], "no row 'nosuch'. Known: data, data+tensor, "),
+        (["tour", "--only", "nosuch"], "no row 'nosuch'. Known: "),
         (["tour", "--only", "fsd"], "no row 'fsd'. Did you mean 'fsdp'?"),
         (["tour", "--html", "nosuch/x.html"], "Cannot write nosuch/x.html: no such folder"),
         (["tour", "--json", "."], "Cannot write .: no such folder, or a folder itself."),

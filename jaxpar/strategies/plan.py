@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpar.errors import (
     PlanError,
@@ -210,3 +211,25 @@ class Plan:
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "s32": 4}
 """Bytes per element of the dtypes that appear in closed forms."""
+
+
+def plan_fields(assignments: Iterable[str]) -> dict[str, Any]:
+    """Fields of a Plan from 'name=value' each; values as in TOML, or a plain word.
+
+    Raises PlanError for what is no field, naming the closest one.
+    """
+    known = [field.name for field in fields(Plan) if field.name != "mesh"]
+    given: dict[str, Any] = {}
+    for assignment in assignments:
+        name, _, text = assignment.partition("=")
+        if name not in known or not text:
+            raise PlanError(
+                f"{assignment!r} sets no field of a Plan: write name=value, such as "
+                f"num_accumulation_steps=2. {did_you_mean(name, known)}"
+            )
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        given[name] = tuple(value) if isinstance(value, list) else value
+    return given
