@@ -19,14 +19,8 @@ from jaxpar.model.routing import drop_over_capacity
 from jaxpar.model.transformer import Params, init_params
 from jaxpar.strategies.plan import Plan
 from jaxpar.text import Batch
-from jaxpar.train import (
-    Metrics,
-    TrainState,
-    apply_gradients,
-    balance_experts,
-    run_once,
-    token_loss,
-)
+from jaxpar.train import Metrics, run_once, token_loss
+from jaxpar.update import TrainState, apply_gradients, balance_experts
 
 
 def reference_init(

@@ -17,7 +17,6 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import Array, lax
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.collectives import vary
@@ -25,7 +24,6 @@ from jaxpar.compat import varying_axes
 from jaxpar.errors import PlanError, require_positive, require_whole, shown
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel, Stats
-from jaxpar.model.routing import balanced_bias
 from jaxpar.model.transformer import Params, abstract_model, init_params
 from jaxpar.strategies import compose, context, offload, pipeline
 from jaxpar.strategies.clip import clip, global_norm
@@ -40,13 +38,14 @@ from jaxpar.strategies.plan import BATCH_AXES, Plan
 from jaxpar.strategies.shards import map_paths
 from jaxpar.strategies.strategy import Placed
 from jaxpar.text import Batch
-
-
-class TrainState(NamedTuple):
-    """What a step turns into the next one. `params` are float32 and sharded as the plan says."""
-
-    params: Params
-    opt_state: optax.OptState
+from jaxpar.update import (
+    EXPERT_BIAS,
+    TrainState,
+    apply_gradients,
+    balance_experts,
+    check_elementwise,
+    fill,
+)
 
 
 class Metrics(NamedTuple):
@@ -343,14 +342,8 @@ class TrainStep:
         loss = sum_loss(loss)
         gradients = reduce_gradients(gradients, reduced_axes, jnp.dtype(self.plan.reduce_dtype))
         norm = global_norm(gradients, split_axes)
-        if offload.offloads_optimizer(self.plan):
-            state = state._replace(opt_state=offload.fetch(self.optimizer, state.opt_state))
-        new_state = apply_gradients(state, clip(gradients, norm, self.clip_norm), self.optimizer)
-        if offload.offloads_optimizer(self.plan):
-            opt_state = offload.put_back(self.optimizer, new_state.opt_state)
-            new_state = new_state._replace(opt_state=opt_state)
         stats = sum_stats(stats)
-        new_state = balance_experts(self.config, state, new_state, stats)
+        new_state = self._update(state, clip(gradients, norm, self.clip_norm), stats)
         return new_state, Metrics(loss, norm, num_tokens, stats)
 
     def _loss(
@@ -370,6 +363,19 @@ class TrainStep:
         dtype = jnp.dtype(self.plan.compute_dtype)
         loss, stats = token_loss(self.config, params, batch, parallel, dtype)
         return loss / num_tokens.astype(jnp.float32), stats
+
+    def _update(self, state: TrainState, gradients: Params, stats: Stats) -> TrainState:
+        """The optimizer's step, for which moments in host memory come and go; and the experts'."""
+        is_away = offload.offloads_optimizer(self.plan)
+        if is_away:
+            state = state._replace(opt_state=offload.fetch(self.optimizer, state.opt_state))
+        new_state = apply_gradients(state, gradients, self.optimizer)
+        if is_away:
+            opt_state = offload.put_back(self.optimizer, new_state.opt_state)
+            new_state = new_state._replace(opt_state=opt_state)
+        if self.plan.is_frozen(EXPERT_BIAS):
+            return new_state
+        return balance_experts(self.config, state, new_state, stats)
 
 
 def run_once(make: Callable[[], Any], shardings: Any = None) -> Any:
@@ -430,75 +436,3 @@ def accumulate(
     )
     total, _ = lax.scan(add, nothing, micro_batches)
     return total
-
-
-def fill(params: Params, others: Params) -> Params:
-    """`params` with those of `others` where it has None."""
-    return jax.tree.map(
-        lambda p, other: other if p is None else p, params, others, is_leaf=lambda p: p is None
-    )
-
-
-def check_elementwise(optimizer: optax.GradientTransformation) -> None:
-    """Raise PlanError for an optimizer that looks beyond single elements.
-
-    Clipping by a norm, LAMB's trust ratio or Adafactor's means would be those of one device's
-    shards: different on every device, and wrong on all of them. Noise would repeat.
-    """
-    matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)  # large enough for Adafactor to factor
-    params = {"a": matrix, "b": matrix}
-
-    def update(params: Params, gradients: Params) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
-            return optimizer.update(gradients, optimizer.init(params), params)
-
-    mixing = sorted(_mixing_primitives(jax.make_jaxpr(update)(params, params).jaxpr))
-    if mixing:
-        raise PlanError(
-            f"The optimizer looks beyond single elements ({', '.join(mixing)}), and under this "
-            f"plan it would see one device's shards only. Use one that works element by element, "
-            f"such as optax.adamw(1e-3); for clipping, give clip_norm."
-        )
-
-
-def _mixing_primitives(jaxpr: Any) -> set[str]:
-    mixes = ("reduce_", "dot_general", "cum", "sort", "arg", "conv_general", "random_bits")
-    found = {
-        eqn.primitive.name
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name.startswith(mixes)
-        and any(v.aval.size > 1 for v in (*eqn.invars, *eqn.outvars))
-    } - {"reduce_precision"}
-    for eqn in jaxpr.eqns:
-        for body in jaxprs_in_params(eqn.params):
-            found |= _mixing_primitives(getattr(body, "jaxpr", body))
-    return found
-
-
-def balance_experts(
-    config: ModelConfig, before: TrainState, after: TrainState, stats: Stats
-) -> TrainState:
-    """`after` with the experts' bias moved by its own rule, whatever the optimizer did to it.
-
-    `stats` are those of the whole step. Other models come back as they are.
-    """
-    if not config.bias_rate:
-        return after
-    bias_LE = before.params["layers"]["moe"]["bias"]
-    bias_LE = balanced_bias(bias_LE, stats["tokens_per_expert"], config.bias_rate)
-    layers = after.params["layers"]
-    layers = {**layers, "moe": {**layers["moe"], "bias": bias_LE}}
-    return after._replace(params={**after.params, "layers": layers})
-
-
-def apply_gradients(
-    state: TrainState, gradients: Params, optimizer: optax.GradientTransformation
-) -> TrainState:
-    """The optimizer's step, leaf by leaf on whatever shards are held; none where there is None."""
-    params = jax.tree.map(
-        lambda g, p: None if g is None else p, gradients, state.params, is_leaf=lambda g: g is None
-    )
-    # optax mixes Python floats with integer counters, which strict promotion forbids.
-    with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = optimizer.update(gradients, state.opt_state, params)
-    return TrainState(fill(optax.apply_updates(params, updates), state.params), opt_state)
