@@ -86,4 +86,5 @@ def test_gradient_of_each_parameter(mesh, fields):
 
         difference = loss_at(moved(+1))[0] - loss_at(moved(-1))[0]
         slope = 2 * float(np.vdot(got[path], direction))
-        assert difference == pytest.approx(slope, rel=0.02, abs=2e-6), path
+        # A loss of about 5.5 in float32 is known to 5e-7 on either side.
+        assert difference == pytest.approx(slope, rel=0.02, abs=4e-6), path
