@@ -51,6 +51,9 @@ def tour(
 
     # The tour is about virtual CPU devices; an accelerator that happens to be there stays free.
     jax.config.update("jax_platforms", "cpu")
+    # Programs run for five steps: compiling them well would take longer than it saves, and what
+    # they communicate is settled before machine code is made.
+    jax.config.update("jax_disable_most_optimizations", True)
     _check_writable(json_path, html)
     with _progress() as bar:
         task = bar.add_task("", total=None)

@@ -238,7 +238,7 @@ def test_built_mesh_has_every_role() -> None:
     mesh = MeshSpec(axes={"tensor": 4, "data": 2}).build()
     assert mesh.axis_names == (
         *("tensor", "data"),
-        *("replica", "slice", "pipe", "fsdp", "expert", "context"),
+        *("replica", "slice", "pipe", "fsdp", "expert", "context", "ulysses"),
     )
     assert dict(mesh.shape) == {**dict.fromkeys(ROLES, 1), "tensor": 4, "data": 2}
     assert mesh.axis_types == (AxisType.Auto,) * len(ROLES)

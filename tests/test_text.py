@@ -23,7 +23,9 @@ STEPS = {"step": st.integers(0, 2**40), "seed": st.integers(0, 2**40)}
 @settings(deadline=None)
 @given(**SIZES, **STEPS)
 def test_batch_holds_the_text(batch_size: int, seq_len: int, step: int, seed: int) -> None:
-    tokens, labels, mask = COUNTING.batch(step, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    batch = COUNTING.batch(step, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    tokens, labels, mask, segments = batch
+    assert segments is None, "rows are not packed"
     assert tokens.shape == labels.shape == mask.shape == (batch_size, seq_len)
     assert (tokens.dtype, labels.dtype, mask.dtype) == (np.int32, np.int32, np.float32)
     valid = mask == 1
