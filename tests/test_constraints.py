@@ -445,7 +445,7 @@ def follow(wanted: Request, message: str) -> Request:
 
 
 # A failure is small enough as it is; shrinking one takes minutes of tracing.
-@settings(max_examples=60, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(wanted=st.builds(Request, config=CONFIGS, axes=MESHES, plan=PLANS))
 def test_anything_is_traced_or_refused_and_the_advice_leads_to_a_plan_that_is(wanted):
     for _ in range(10):
