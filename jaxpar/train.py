@@ -126,14 +126,19 @@ class TrainStep:
         return compose.layout(self.config, self.plan)
 
     @cached_property
+    def _abstract_state(self) -> TrainState:
+        """Shapes and dtypes alone; tracing the whole model for them is worth doing once."""
+        state: TrainState = jax.eval_shape(partial(self._init, 0))
+        return state
+
+    @cached_property
     def specs(self) -> TrainState:
         """PartitionSpecs of the state: moments live where their parameters do."""
         specs = compose.tree(self.layout, lambda placed: placed.spec)
-        abstract = jax.eval_shape(partial(self._init, 0)).opt_state
         opt_specs = optax.tree.map_params(
             self.optimizer,
             lambda _, spec: spec,
-            abstract,
+            self._abstract_state.opt_state,
             self._trained(specs),
             transform_non_params=lambda _: PartitionSpec(),
         )
@@ -142,8 +147,7 @@ class TrainStep:
     @cached_property
     def shardings(self) -> TrainState:
         """Where the state is between steps: an offloaded optimizer's moments in host memory."""
-        abstract = jax.eval_shape(partial(self._init, 0)).opt_state
-        is_moment = offload.is_moment(self.optimizer, abstract)
+        is_moment = offload.is_moment(self.optimizer, self._abstract_state.opt_state)
         offloads = offload.offloads_optimizer(self.plan)
 
         def sharding(spec: PartitionSpec, is_moment: bool) -> NamedSharding:
@@ -297,7 +301,7 @@ class TrainStep:
         def sharded(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        state = jax.tree.map(sharded, jax.eval_shape(partial(self._init, 0)), self.shardings)
+        state = jax.tree.map(sharded, self._abstract_state, self.shardings)
         shape = self.plan.batch_size, self.plan.seq_len
         tokens, mask = (jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.float32))
         batch = Batch(tokens, tokens, mask, tokens if self.plan.packed else None)
