@@ -180,6 +180,30 @@ def row(
     )
 
 
+def gathered_once(
+    plan: Plan, layout: Layout, *, scatters: Callable[[int], tuple[int, int]]
+) -> list[Expected]:
+    """Closed form where every split parameter is gathered whole, all layers at once.
+
+    `scatters` says how often the gradient of a parameter of so many layers is scattered, and of how
+    many layers at a time.
+    """
+    rows = []
+    for placed in layout:
+        weight_ = weight(plan, placed)
+        if weight_.dim is None:
+            continue
+        L = num_layers(placed)
+        rows.append(row("all-gather", "forward", placed, plan, count=1, of=L, why="use"))
+        if weight_.is_trained:
+            count, of = scatters(L)
+            why = "gradient of"
+            rows.append(
+                row("reduce-scatter", "backward", placed, plan, count=count, of=of, why=why)
+            )
+    return rows
+
+
 def num_layers(placed: Placed) -> int:
     """Layers of a stacked parameter on one device; 1 for others."""
     return placed.local_shape[0] if placed.parameter.num_stacked else 1

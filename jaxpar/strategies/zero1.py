@@ -34,7 +34,7 @@ from jaxpar.model.parallel import Parallel
 from jaxpar.model.transformer import Params
 from jaxpar.strategies import shards
 from jaxpar.strategies.plan import Plan
-from jaxpar.strategies.shards import AXIS, by_path, map_paths, row
+from jaxpar.strategies.shards import AXIS, by_path, map_paths
 from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
 
 CARD = Card(
@@ -88,17 +88,7 @@ def finish(plan: Plan, layout: Layout, gradients: Params) -> Params:
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
-    rows = []
-    for placed in layout:
-        weight = shards.weight(plan, placed)
-        if weight.dim is None:
-            continue
-        L = shards.num_layers(placed)
-        rows.append(row("all-gather", "forward", placed, plan, count=1, of=L, why="use"))
-        if weight.is_trained:
-            why = "gradient of"
-            rows.append(row("reduce-scatter", "backward", placed, plan, count=1, of=L, why=why))
-    return rows
+    return shards.gathered_once(plan, layout, scatters=lambda num_layers: (1, num_layers))
 
 
 # --- rules -----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from jaxpar.model.parallel import Parallel
 from jaxpar.model.transformer import Params
 from jaxpar.strategies import shards, zero1
 from jaxpar.strategies.plan import Plan
-from jaxpar.strategies.shards import AXIS, Weight, is_param, map_paths, path_of, row, use
+from jaxpar.strategies.shards import AXIS, Weight, is_param, map_paths, path_of, use
 from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
 
 CARD = Card(
@@ -116,17 +116,7 @@ def finish(plan: Plan, layout: Layout, gradients: Params) -> Params:
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     m = plan.num_accumulation_steps
-    rows = []
-    for placed in layout:
-        weight = shards.weight(plan, placed)
-        if weight.dim is None:
-            continue
-        L = shards.num_layers(placed)
-        rows.append(row("all-gather", "forward", placed, plan, count=1, of=L, why="use"))
-        if weight.is_trained:
-            why = "gradient of"
-            rows.append(row("reduce-scatter", "backward", placed, plan, count=m * L, of=1, why=why))
-    return rows
+    return shards.gathered_once(plan, layout, scatters=lambda num_layers: (m * num_layers, 1))
 
 
 STRATEGY = Strategy(
