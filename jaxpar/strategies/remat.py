@@ -120,7 +120,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
 
 def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
     if plan.remat == "selective":
-        # Strategies with another attention call `attention_core` themselves.
+        # Attention over a split sequence keeps no scores as it is.
         is_split = plan.size("context") > 1 or plan.size("ulysses") > 1
         return {} if is_split else {"attention": attention_core(plan)}
     return {"checkpoint": checkpoint(plan)}
