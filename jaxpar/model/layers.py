@@ -92,13 +92,32 @@ class MLP(nnx.Module):
         return parallel.row(hidden_BSF, self.down[...])
 
 
-class Block(nnx.Module):
-    """Pre-norm attention and MLP around the residual stream."""
+class AttentionBlock(nnx.Module):
+    """Pre-norm attention around the residual stream, and the norm of what a block has next."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = RMSNorm(config)
+
+    def attend(
+        self,
+        x_BSD: Array,
+        rotary: tuple[Array, Array],
+        batch: Batch,
+        parallel: Parallel,
+    ) -> Array:
+        """[B, S', D] -> [B, S', D]."""
+        with jax.named_scope("attention"):
+            h_BSD = self.attention_norm(x_BSD)
+            return x_BSD + self.attention(h_BSD, rotary, batch.segments_BS, parallel)
+
+
+class Block(AttentionBlock):
+    """Pre-norm attention and MLP around the residual stream."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
@@ -109,9 +128,7 @@ class Block(nnx.Module):
         parallel: Parallel,
     ) -> tuple[Array, Stats]:
         """[B, S', D] -> [B, S', D], and what the layer counted."""
-        with jax.named_scope("attention"):
-            h_BSD = self.attention_norm(x_BSD)
-            x_BSD = x_BSD + self.attention(h_BSD, rotary, batch.segments_BS, parallel)
+        x_BSD = self.attend(x_BSD, rotary, batch, parallel)
         with jax.named_scope("mlp"):
             return x_BSD + self.mlp(self.mlp_norm(x_BSD), parallel), {}
 

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from jaxpar.model import routing
 from jaxpar.model.config import ModelConfig
-from jaxpar.model.layers import INIT_STD, MLP, Attention, RMSNorm, weight
+from jaxpar.model.layers import INIT_STD, MLP, AttentionBlock, weight
 from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.text import Batch
 
@@ -110,13 +110,11 @@ class MoE(nnx.Module):
         return stats
 
 
-class ExpertBlock(nnx.Module):
+class ExpertBlock(AttentionBlock):
     """Pre-norm attention and mixture of experts around the residual stream."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config)
+        super().__init__(config, rngs=rngs)
         self.moe = MoE(config, rngs=rngs)
         if config.num_shared_experts:
             hidden = config.expert_hidden * config.num_shared_experts
@@ -131,9 +129,7 @@ class ExpertBlock(nnx.Module):
         parallel: Parallel,
     ) -> tuple[Array, Stats]:
         """[B, S', D] -> [B, S', D], and what the layer counted."""
-        with jax.named_scope("attention"):
-            h_BSD = self.attention_norm(x_BSD)
-            x_BSD = x_BSD + self.attention(h_BSD, rotary, batch.segments_BS, parallel)
+        x_BSD = self.attend(x_BSD, rotary, batch, parallel)
         with jax.named_scope("moe"):
             shared = self.mlp if self.has_shared else None
             y_BSD, stats = self.moe(self.mlp_norm(x_BSD), batch.mask_BS, shared, parallel)

@@ -22,7 +22,8 @@ R = B·S·min(K, E/n), C = ceil(factor·K·S/E); c bytes per element of the comp
 
 with everything but the statistics again as `recompute` under remat='dots' or 'full'. The last row
 is asked for when a batch is balanced as one (4·E, over all token axes), or a sequence that is
-spread over several devices (4·B·E, over those). B·S·K·D·c is what has to move; capacity moves
+spread over several devices (4·B·E, over those). In chunks (expert_chunks.py) token vectors travel
+in as many parts, counts of all at once. B·S·K·D·c is what has to move; capacity moves
 `factor` times it, padding n·min(K, E/n)/K times.
 
 Source: Lepikhin et al. 2020 (GShard) §2.2, §3; Fedus et al. 2021 (Switch) §2-3; DeepSeek-AI 2024
@@ -41,7 +42,8 @@ from jaxpar.collectives import all_reduce
 from jaxpar.errors import PlanError, nearest_divisors
 from jaxpar.model.config import PRESETS, ModelConfig, Parameter
 from jaxpar.model.routing import capacity, drop_over_capacity
-from jaxpar.strategies.expert_dispatch import AXIS, with_capacity, without_limit
+from jaxpar.strategies.expert_dispatch import with_capacity, without_limit
+from jaxpar.strategies.expert_exchange import AXIS
 from jaxpar.strategies.plan import DTYPES, TOKEN_AXES, Plan
 from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
 
@@ -72,53 +74,77 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     if not config.num_experts:
         return []
     m, L = plan.num_accumulation_steps, config.num_layers - config.num_dense_layers
-    n, E, K = plan.size(AXIS), config.num_experts, config.num_experts_per_token
-    B, S, D = plan.local_batch_size, plan.local_seq_len, config.embed
-    dtype = DTYPES[plan.compute_dtype]
-    # Selective checkpointing repeats attention alone, any other repeats the way to the experts.
-    is_repeated = plan.remat in ("dots", "full")
-    recomputed: tuple[Phase, ...] = ("recompute",) if is_repeated else ()
-    rows = []
-
-    def add(
-        kind: str, axes: tuple[str, ...], phase: Phase, count: int, size: int, dtype: str, why: str
-    ) -> None:
-        axes = plan.in_mesh_order(axes)
-        if axes:
-            rows.append(
-                Expected(
-                    kind=kind,
-                    axes=axes,
-                    count=count,
-                    payload_bytes=size,
-                    dtype=dtype,
-                    phase=phase,
-                    why=why,
-                )
-            )
-
-    num_sent = B * S * K
-    num_slots = n * B * S * min(K, E // n)
-    if plan.experts == "capacity":
-        num_sent = num_slots = E * B * capacity(S, E, K, plan.capacity_factor)
-    is_ragged = plan.experts == "dropless" and plan.expert_exchange == "ragged"
-    if plan.experts == "dropless" and not is_ragged:
-        num_sent = num_slots
-    kind = "ragged-all-to-all" if is_ragged else "all-to-all"
-    for phase in ("forward", *recomputed, "backward"):
-        for way, num_rows in (("to experts", num_sent), ("back to tokens", num_slots)):
-            size = num_rows * D * plan.compute_bytes
-            add(kind, (AXIS,), phase, m * L, size, dtype, f"token vectors {way}")
-    for phase in ("forward", *recomputed):
+    n, E, Q = plan.size(AXIS), config.num_experts, plan.num_expert_chunks
+    rows = token_vectors(config, plan) if Q == 1 else []  # else they are expert_chunks.py's
+    for phase in ("forward", *recomputed(plan)):
         if plan.experts == "dropless":
-            add("all-to-all", (AXIS,), phase, m * L, 4 * (E + n), "s32", "rows that will come")
+            size = 4 * Q * (E + n)
+            rows += _row(
+                plan, "all-to-all", (AXIS,), phase, m * L, size, "s32", "rows that will come"
+            )
         if config.balance_weight:
             axes, size = balance_axes(config), 4 * E
-            size *= B if config.balance == "sequence" else 1
-            add("all-reduce", axes, phase, m * L, size, "f32", "counts for the balance loss")
+            size *= plan.local_batch_size if config.balance == "sequence" else 1
+            why = "counts for the balance loss"
+            rows += _row(plan, "all-reduce", axes, phase, m * L, size, "f32", why)
     for name, num in config.num_statistics.items():
-        add("all-reduce", TOKEN_AXES, "forward", 1, 4 * num, "f32", f"{name}, for the metrics")
+        why = f"{name}, for the metrics"
+        rows += _row(plan, "all-reduce", TOKEN_AXES, "forward", 1, 4 * num, "f32", why)
     return rows
+
+
+def token_vectors(config: ModelConfig, plan: Plan) -> list[Expected]:
+    """Their way to experts and back, each of which goes in `num_expert_chunks` parts."""
+    m, L = plan.num_accumulation_steps, config.num_layers - config.num_dense_layers
+    n, E, K = plan.size(AXIS), config.num_experts, config.num_experts_per_token
+    B, S, Q = plan.local_batch_size, plan.local_seq_len, plan.num_expert_chunks
+    num_sent, num_slots = B * S * K, n * B * S * min(K, E // n)
+    is_ragged = plan.experts == "dropless" and plan.expert_exchange == "ragged"
+    if plan.experts == "capacity":
+        num_slots = E * B * capacity(S, E, K, plan.capacity_factor)
+    if not is_ragged:
+        num_sent = num_slots
+    kind = "ragged-all-to-all" if is_ragged else "all-to-all"
+    part = " of a chunk" if Q > 1 else ""
+    rows = []
+    for phase in ("forward", *recomputed(plan), "backward"):
+        for way, num_rows in (("to experts", num_sent), ("back to tokens", num_slots)):
+            size = num_rows // Q * config.embed * plan.compute_bytes
+            dtype, why = DTYPES[plan.compute_dtype], f"token vectors{part} {way}"
+            rows += _row(plan, kind, (AXIS,), phase, m * L * Q, size, dtype, why)
+    return rows
+
+
+def recomputed(plan: Plan) -> tuple[Phase, ...]:
+    """Selective checkpointing repeats attention alone, any other repeats the way to the experts."""
+    return ("recompute",) if plan.remat in ("dots", "full") else ()
+
+
+def _row(
+    plan: Plan,
+    kind: str,
+    axes: tuple[str, ...],
+    phase: Phase,
+    count: int,
+    payload_bytes: int,
+    dtype: str,
+    why: str,
+) -> list[Expected]:
+    """One line, if the mesh has any of `axes`."""
+    axes = plan.in_mesh_order(axes)
+    if not axes:
+        return []
+    return [
+        Expected(
+            kind=kind,
+            axes=axes,
+            count=count,
+            payload_bytes=payload_bytes,
+            dtype=dtype,
+            phase=phase,
+            why=why,
+        )
+    ]
 
 
 def balance_axes(config: ModelConfig) -> tuple[str, ...]:
@@ -174,16 +200,16 @@ def splits(parameter: Parameter, plan: Plan) -> dict[str, str]:
 
 
 def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
+    Q = plan.num_expert_chunks
     mine: dict[str, Callable[..., Any]] = {
         "sum_counts": partial(sum_counts, axes=balance_axes(config)),
     }
     if plan.experts == "capacity":
-        mine["drop"] = partial(
-            drop_over_capacity, factor=plan.capacity_factor, policy=plan.drop_policy
-        )
-        mine["experts"] = partial(with_capacity, factor=plan.capacity_factor)
+        factor = plan.capacity_factor
+        mine["drop"] = partial(drop_over_capacity, factor=factor, policy=plan.drop_policy)
+        mine["experts"] = partial(with_capacity, factor=factor, num_chunks=Q)
     else:
-        mine["experts"] = partial(without_limit, exchange=plan.expert_exchange)
+        mine["experts"] = partial(without_limit, exchange=plan.expert_exchange, num_chunks=Q)
     return mine
 
 

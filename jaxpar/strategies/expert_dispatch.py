@@ -12,19 +12,20 @@ Two forms with the same two exchanges of token vectors, there (dispatch) and bac
   grouped matmul on what arrives. How much arrives is decided by the router, and XLA's shapes are
   not: buffers hold the most that can come, R = B·S·min(K, e) rows from each device.
 
+Both can go in Q chunks of their rows (`in_chunks`): what is said above is then a Q-th, Q times.
+
 Source: Lepikhin et al. 2020 (GShard) §2.2; Gale et al. 2022 (MegaBlocks) §3-5.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar.collectives import all_to_all, real_axes, vary
+from jaxpar.collectives import all_to_all
 from jaxpar.model.routing import (
     ExpertWeights,
     Routing,
@@ -34,27 +35,71 @@ from jaxpar.model.routing import (
     expert_mlp,
     slots,
 )
+from jaxpar.strategies.expert_exchange import (
+    AXIS,
+    exchange_counts,
+    return_padded,
+    return_ragged,
+    send_padded,
+    send_ragged,
+)
 
-AXIS = "expert"
+# --- chunks ----------------------------------------------------------------------------------
+
+
+def in_chunks(
+    chunks: Iterable[Array],
+    there: Callable[[int, Array], Array],
+    compute: Callable[[int, Array], Array],
+    back: Callable[[int, Array], Array],
+) -> list[Array]:
+    """`back(i, compute(i, there(i, chunk)))` of each chunk i, with exchanges beside `compute`.
+
+    While chunk i is computed, chunk i + 1 comes and the outputs of i - 1 go. Nothing else may: each
+    exchange waits for the computation before it, or XLA could run all of them first. Transposed,
+    the barriers say the same of the backward.
+    """
+    waiting = list(chunks)
+    arrived, outputs = [there(0, waiting[0])], list[Array]()
+    for i in range(len(waiting)):
+        arrived += [there(i + 1, chunk) for chunk in waiting[i + 1 : i + 2]]
+        y = compute(i, arrived[i])
+        if len(waiting) > 1:
+            y, arrived[i + 1 :], waiting[i + 2 : i + 3], outputs[-1:] = lax.optimization_barrier(
+                (y, arrived[i + 1 :], waiting[i + 2 : i + 3], outputs[-1:])
+            )
+        outputs.append(back(i, y))
+    return outputs
+
 
 # --- capacity --------------------------------------------------------------------------------
 
 
-def with_capacity(x_BSD: Array, routing: Routing, weights: ExpertWeights, factor: float) -> Array:
-    """Experts on what `drop_over_capacity` has kept: [B, S, D] -> [B, S, D]."""
+def with_capacity(
+    x_BSD: Array, routing: Routing, weights: ExpertWeights, factor: float, num_chunks: int = 1
+) -> Array:
+    """Experts on what `drop_over_capacity` has kept: [B, S, D] -> [B, S, D].
+
+    A chunk is a part of every expert's B·C places: who has one was settled before.
+    """
     B, S, D = x_BSD.shape
     E, K = routing.num_experts, routing.expert_BSK.shape[-1]
     C = capacity(S, E, K, factor)
+    X = B * C // num_chunks  # rows of an expert in a chunk
 
-    sequence_B = jnp.arange(B)[:, None, None]
-    place_BSK = (routing.expert_BSK * B + sequence_B) * C + slots(routing)
+    row_BSK = jnp.arange(B)[:, None, None] * C + slots(routing)
+    place_BSK = (row_BSK // X * E + routing.expert_BSK) * X + row_BSK % X
     place_A = jnp.where(routing.is_kept_BSK, place_BSK, E * B * C).reshape(-1)
 
     x_AD = jnp.broadcast_to(x_BSD[:, :, None], (B, S, K, D)).reshape(-1, D)
     table_PD = jnp.zeros_like(x_AD, shape=(E * B * C, D)).at[place_A].set(x_AD, mode="drop")
-    x_eXD = dispatch(table_PD.reshape(E, B * C, D))
-    y_eXD = expert_mlp(x_eXD, weights, batched_matmul)
-    y_PD = collect(y_eXD).reshape(E * B * C, D)
+    y_QEXD = in_chunks(
+        table_PD.reshape(num_chunks, E, X, D),
+        lambda _, table_EXD: dispatch(table_EXD),
+        lambda _, x_eXD: expert_mlp(x_eXD, weights, batched_matmul),
+        lambda _, y_eXD: collect(y_eXD),
+    )
+    y_PD = jnp.concatenate(y_QEXD).reshape(E * B * C, D)
     y_AD = y_PD.at[place_A].get(mode="fill", fill_value=0)
     return combine(y_AD.reshape(B, S, K, D), routing)
 
@@ -72,50 +117,47 @@ def collect(y_eXD: Array) -> Array:
 # --- dropless --------------------------------------------------------------------------------
 
 
-class Runs(NamedTuple):
-    """Where rows lie: int32 [n] each, entry i about the rows this device exchanges with device i.
-
-    Rows for device i start at `starts` of this device's sorted rows, `sizes` of them; those from
-    device i started at `their_starts` of its rows, `their_sizes` of them, and arrive at i·R.
-    """
-
-    starts: Array
-    sizes: Array
-    their_starts: Array
-    their_sizes: Array
-
-
 def without_limit(
     x_BSD: Array,
     routing: Routing,
     weights: ExpertWeights,
     exchange: Literal["padded", "ragged"],
+    num_chunks: int = 1,
 ) -> Array:
-    """Experts on every valid token: [B, S, D] -> [B, S, D]."""
+    """Experts on every valid token: [B, S, D] -> [B, S, D]. A chunk is a part of the tokens."""
     B, S, D = x_BSD.shape
     E, K = routing.num_experts, routing.expert_BSK.shape[-1]
-    n = lax.axis_size(AXIS)
+    n, Q = lax.axis_size(AXIS), num_chunks
+    T = B * S // Q
 
     # Masked tokens sort behind all experts, where nothing counts them.
-    expert_A = jnp.where(routing.is_kept_BSK, routing.expert_BSK, E).reshape(-1)
-    order_A = jnp.argsort(expert_A, stable=True)
-    x_AD = x_BSD.reshape(B * S, D)[order_A // K]
-    count_E = jnp.zeros_like(expert_A, shape=(E,)).at[expert_A].add(1, mode="drop")
+    expert_QA = jnp.where(routing.is_kept_BSK, routing.expert_BSK, E).reshape(Q, T * K)
+    order_QA = jnp.argsort(expert_QA, axis=1, stable=True)
+    chunks = [
+        x_TD[order_A // K] for x_TD, order_A in zip(x_BSD.reshape(Q, T, D), order_QA, strict=True)
+    ]
+    count_QE = jnp.zeros_like(expert_QA, shape=(Q, E))
+    count_QE = count_QE.at[jnp.arange(Q)[:, None], expert_QA].add(1, mode="drop")
 
     if n == 1:
-        y_AD = grouped(x_AD, count_E, weights)
+        outputs = [
+            grouped(x_AD, count_E, weights) for x_AD, count_E in zip(chunks, count_QE, strict=True)
+        ]
     else:
-        R = B * S * min(K, E // n)
-        runs, count_ne = exchange_counts(count_E.reshape(n, E // n))
-        there, back = (
+        R = T * min(K, E // n)
+        runs_Q, count_Qne = exchange_counts(count_QE.reshape(Q, n, E // n))
+        send, give_back = (
             (send_padded, return_padded) if exchange == "padded" else (send_ragged, return_ragged)
         )
-        x_RD = there(x_AD, runs, R)
-        y_RD = received(x_RD, count_ne, weights)
-        y_AD = back(y_RD, runs, B * S * K)
+        outputs = in_chunks(
+            chunks,
+            lambda i, x_AD: send(x_AD, runs_Q[i], R),
+            lambda i, x_RD: received(x_RD, count_Qne[i], weights),
+            lambda i, y_RD: give_back(y_RD, runs_Q[i], T * K),
+        )
 
-    y_AD = y_AD[jnp.argsort(order_A)]
-    return combine(y_AD.reshape(B, S, K, D), routing)
+    y_QAD = [y_AD[jnp.argsort(order_A)] for y_AD, order_A in zip(outputs, order_QA, strict=True)]
+    return combine(jnp.concatenate(y_QAD).reshape(B, S, K, D), routing)
 
 
 def grouped(x_XD: Array, count_E: Array, weights: ExpertWeights) -> Array:
@@ -142,121 +184,3 @@ def received(x_RD: Array, count_ne: Array, weights: ExpertWeights) -> Array:
     order = jnp.argsort(expert_nR.reshape(-1), stable=True)  # padding has none, and comes last
     y_XD = grouped(x_RD[order], count_ne.sum(axis=0), weights)
     return y_XD[jnp.argsort(order)]
-
-
-def exchange_counts(count_ne: Array) -> tuple[Runs, Array]:
-    """Tell every device how many rows come for each of its experts, and where they lay here.
-
-    The small all-to-all: int32 [n, e] -> `Runs`, and the counts of arriving rows [n, e].
-    """
-    sizes_n = count_ne.sum(axis=1)
-    starts_n = jnp.cumsum(sizes_n) - sizes_n
-    message = jnp.concatenate([count_ne, starts_n[:, None]], axis=1)
-    message = all_to_all(message, AXIS, split_dim=0, concat_dim=0, scope="counts")
-    arriving_ne, their_starts_n = message[:, :-1], message[:, -1]
-    return Runs(starts_n, sizes_n, their_starts_n, arriving_ne.sum(axis=1)), arriving_ne
-
-
-# Padded: every run is filled up to R rows, so that an ordinary all-to-all can carry it.
-
-
-def send_padded(x_AD: Array, runs: Runs, num_rows: int) -> Array:
-    """Rows to the devices of their experts: [A, D] -> [n·R, D], run i from device i, then zeros."""
-    row_R = jnp.arange(num_rows)
-    is_mine_nR = row_R < runs.sizes[:, None]
-    index_nR = jnp.where(is_mine_nR, runs.starts[:, None] + row_R, x_AD.shape[0]).reshape(-1)
-    x_RD = x_AD.at[index_nR].get(mode="fill", fill_value=0)
-    return all_to_all(x_RD, AXIS, split_dim=0, concat_dim=0, scope="dispatch")
-
-
-def return_padded(y_RD: Array, runs: Runs, num_rows: int) -> Array:
-    """The way back: [n·R, D] -> [A, D], each row where `send_padded` took it."""
-    y_RD = all_to_all(y_RD, AXIS, split_dim=0, concat_dim=0, scope="combine")
-    R = y_RD.shape[0] // runs.sizes.shape[0]
-    row_A = jnp.arange(num_rows)
-    owner_A = (row_A[:, None] >= jnp.cumsum(runs.sizes)).sum(axis=-1)  # n behind the last run
-    start_A = runs.starts.at[owner_A].get(mode="fill", fill_value=0)
-    index_A = jnp.where(owner_A < runs.sizes.shape[0], owner_A * R + row_A - start_A, y_RD.shape[0])
-    return y_RD.at[index_A].get(mode="fill", fill_value=0)
-
-
-# Ragged: the backend sends the runs as they are. Each way's transpose is the other way, with
-# offsets that both sides know by then; JAX's own rule would ask the other side for them again.
-
-
-def send_ragged(x_AD: Array, runs: Runs, num_rows: int) -> Array:
-    """What `send_padded` does, sending no padding."""
-    num_slots = num_rows * runs.sizes.shape[0]
-    return _there(x_AD, runs, x_AD.shape[0], num_slots)
-
-
-def return_ragged(y_RD: Array, runs: Runs, num_rows: int) -> Array:
-    """What `return_padded` does, sending no padding."""
-    return _back(y_RD, runs, num_rows, y_RD.shape[0])
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _there(x_AD: Array, runs: Runs, num_rows: int, num_slots: int) -> Array:
-    n = lax.axis_size(AXIS)
-    mine_n = jnp.broadcast_to(lax.axis_index(AXIS) * (num_slots // n), (n,))
-    return _ragged(
-        x_AD, num_slots, runs.starts, runs.sizes, mine_n, runs.their_sizes, scope="dispatch"
-    )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _back(y_RD: Array, runs: Runs, num_rows: int, num_slots: int) -> Array:
-    n = lax.axis_size(AXIS)
-    arrived_n = vary(jnp.arange(n, dtype=jnp.int32) * (num_slots // n), AXIS)
-    return _ragged(
-        y_RD,
-        num_rows,
-        arrived_n,
-        runs.their_sizes,
-        runs.their_starts,
-        runs.sizes,
-        scope="combine",
-    )
-
-
-def _there_forward(x_AD: Array, runs: Runs, num_rows: int, num_slots: int) -> tuple[Array, Runs]:
-    return _there(x_AD, runs, num_rows, num_slots), runs
-
-
-def _there_backward(
-    num_rows: int, num_slots: int, runs: Runs, gradient: Array
-) -> tuple[Array, None]:
-    return _back(gradient, runs, num_rows, num_slots), None
-
-
-def _back_forward(y_RD: Array, runs: Runs, num_rows: int, num_slots: int) -> tuple[Array, Runs]:
-    return _back(y_RD, runs, num_rows, num_slots), runs
-
-
-def _back_backward(
-    num_rows: int, num_slots: int, runs: Runs, gradient: Array
-) -> tuple[Array, None]:
-    return _there(gradient, runs, num_rows, num_slots), None
-
-
-_there.defvjp(_there_forward, _there_backward)
-_back.defvjp(_back_forward, _back_backward)
-
-
-def _ragged(
-    x: Array,
-    num_rows: int,
-    starts: Array,
-    sizes: Array,
-    their_starts: Array,
-    their_sizes: Array,
-    *,
-    scope: str,
-) -> Array:
-    """Rows [starts_i, +sizes_i) of x to device i, where they begin at its `their_starts_me`."""
-    assert real_axes(AXIS)
-    nothing = jnp.zeros_like(x, shape=(num_rows, x.shape[1]))
-    with jax.named_scope(scope):
-        return lax.ragged_all_to_all(
-            x, nothing, starts, sizes, their_starts, their_sizes, axis_name=AXIS
-        )

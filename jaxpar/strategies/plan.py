@@ -61,6 +61,8 @@ class Plan:
     drop_policy: who finds one: the first tokens ('position') or those of most 'weight'.
     expert_exchange: how dropless tokens travel: 'padded' to the most that can come, by all-to-all,
         or 'ragged', as many as there are, where the backend can.
+    num_expert_chunks: chunks of an MoE layer's tokens, of which the next one travels, and the last
+        one's outputs, while experts compute one.
     compute_dtype: of activations and of the weights in matmuls; master weights are float32.
     reduce_dtype: in which gradients are summed between devices.
     remat: 'none' keeps what the backward needs; 'full' keeps only the input of each layer, 'dots'
@@ -93,6 +95,7 @@ class Plan:
     capacity_factor: float = 1.25
     drop_policy: Literal["position", "weight"] = "position"
     expert_exchange: Literal["padded", "ragged"] = "padded"
+    num_expert_chunks: int = 1
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "selective", "dots", "full"] = "none"
@@ -107,7 +110,7 @@ class Plan:
             )
         for field in (
             "batch_size", "seq_len", "num_accumulation_steps", "num_layers_per_gather",
-            "num_microbatches", "num_virtual_stages",
+            "num_microbatches", "num_virtual_stages", "num_expert_chunks",
         ):  # fmt: skip
             require_whole(PlanError, field, getattr(self, field))
         for field, choices in (
