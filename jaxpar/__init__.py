@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from jaxpar.audit import Audit
     from jaxpar.audit.asked import asked
     from jaxpar.audit.compare import compare
+    from jaxpar.checkpoint import Checkpoints
     from jaxpar.errors import JaxparError
+    from jaxpar.experiment import Experiment
     from jaxpar.mesh import MeshSpec, use_cpu_devices
     from jaxpar.model.config import ModelConfig, preset
     from jaxpar.predict.volume import expected
@@ -31,7 +33,9 @@ _HOME = {
     "Audit": "jaxpar.audit",
     "asked": "jaxpar.audit.asked",
     "compare": "jaxpar.audit.compare",
+    "Checkpoints": "jaxpar.checkpoint",
     "JaxparError": "jaxpar.errors",
+    "Experiment": "jaxpar.experiment",
     "MeshSpec": "jaxpar.mesh",
     "use_cpu_devices": "jaxpar.mesh",
     "ModelConfig": "jaxpar.model.config",
@@ -47,7 +51,9 @@ _HOME = {
 __all__ = [
     "Audit",
     "Batch",
+    "Checkpoints",
     "Corpus",
+    "Experiment",
     "JaxparError",
     "MeshSpec",
     "ModelConfig",

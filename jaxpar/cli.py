@@ -316,6 +316,110 @@ def schedule(
     _write_json(json_path, said.data)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- COMMAND…", help="What each process runs: jaxpar run …"),
+    ],
+    num: Annotated[int, typer.Option("-n", "--num-processes", help="Processes.")] = 2,
+    devices_per_process: Annotated[int, typer.Option(help="Virtual CPU devices of each.")] = 1,
+    stall_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds without progress; 20, or more where steps are slow."),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(help="Seconds after Ctrl-C in which to leave a checkpoint.")
+    ] = 60.0,
+    logs: Annotated[
+        Path | None, typer.Option(help="Existing folder for the output of all ranks.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """One run in several processes of this machine; if one fails, all end, and it is told which."""
+    from jaxpar.cli_launch import told
+    from jaxpar.launch import Launch
+    from jaxpar.launch import launch as run_all
+    from jaxpar.report.text import literal
+
+    _check_writable(json_path)
+    result = run_all(
+        Launch(
+            command=command,
+            num_processes=num,
+            devices_per_process=devices_per_process,
+            stall_s=stall_timeout,
+            grace_s=grace,
+            logs=logs,
+        )
+    )
+    console = Console(stderr=True)  # standard output is rank 0's
+    for line in told(result):
+        console.print(literal(line), soft_wrap=True)
+    _write_json(json_path, result.to_json())
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def run(
+    script: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SCRIPT.py", help="A script that defines `experiment = Experiment(...)`."
+        ),
+    ],
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Train on this one: a mesh file, a shipped name, or axes."),
+    ] = None,
+    other: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="Any other field of the plan; may be repeated."
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps in all, those before a restart too.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Train on this file instead.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Save the training here on its way.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the latest checkpoint in that folder.")
+    ] = False,
+    metrics: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Append a line per step to this file.")
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write scalars for TensorBoard here.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Train what a script says, on any mesh. Ctrl-C leaves a checkpoint."""
+    from jaxpar.cli_run import Request, answer
+
+    _check_writable(metrics, json_path)
+    said = answer(
+        Request(
+            script=script,
+            mesh=mesh,
+            fields=tuple(other or ()),
+            steps=steps,
+            text=text,
+            checkpoint=checkpoint,
+            resume=resume,
+            metrics=metrics,
+            tensorboard=tensorboard,
+        ),
+        _console(),
+    )
+    _write_json(json_path, said.data)
+    if said.code:
+        raise typer.Exit(said.code)
+
+
 @app.callback(invoke_without_command=True)
 def version(
     show: Annotated[bool, typer.Option("--version", help="The version, and JAX's.")] = False,
@@ -338,7 +442,7 @@ def main() -> None:
         from jaxpar.report.text import literal
 
         Console(stderr=True).print(literal(f"jaxpar: {error}", style="red"), soft_wrap=True)
-        sys.exit(BAD_INPUT)
+        sys.exit(getattr(error, "exit_code", BAD_INPUT))
 
 
 def _console() -> Console:

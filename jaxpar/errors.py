@@ -38,6 +38,27 @@ class ScheduleError(JaxparError):
     """A table of pipeline actions that cannot be read, or that no pipeline can carry out."""
 
 
+class CheckpointError(JaxparError):
+    """A folder that holds no checkpoint of this training, or cannot hold one."""
+
+
+class ExperimentError(JaxparError):
+    """A script that says what to train and cannot be read, or says what cannot be."""
+
+
+class DivergedError(JaxparError):
+    """Training that came to a loss, gradient or parameter that is not finite; not a user's input.
+
+    step: which one, counted from 1. leaf: the first of the state that is not finite, or None.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, step: int, leaf: str | None) -> None:
+        super().__init__(message)
+        self.step, self.leaf = step, leaf
+
+
 class AuditError(JaxparError):
     """Something that cannot be read as a compiled program; `line` is where, if that is known."""
 
