@@ -1,8 +1,8 @@
 """Train a small model on real text; what it trains is below, on which mesh is an option.
 
     .venv/bin/jaxpar run experiments/train.py
-    .venv/bin/jaxpar run experiments/train.py --mesh fsdp=4,tensor=2 --checkpoint checkpoints
-    .venv/bin/jaxpar run experiments/train.py --mesh data=8 --checkpoint checkpoints --resume --steps 80
+    .venv/bin/jaxpar run experiments/train.py --mesh fsdp=4,tensor=2 --checkpoint saved
+    .venv/bin/jaxpar run experiments/train.py --mesh data=8 --checkpoint saved --resume --steps 80
     .venv/bin/python experiments/train.py --mesh pipe=2,data=2 --set num_microbatches=4
 
 The first two train the same model on the same tokens; the third goes on with what the second has

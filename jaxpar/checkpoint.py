@@ -42,7 +42,7 @@ NOT_IN_THE_WEIGHTS = ("name", "max_seq_len")
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A state as its new step takes it, how many steps it has seen, and what was told of its data."""
+    """A state as its new step takes it, how many steps it has seen, and what `save` was told."""
 
     state: TrainState
     num_steps: int

@@ -93,7 +93,7 @@ class CheckpointFolder:
     def about(self, number: int) -> dict[str, Any]:
         """What was saved beside the arrays.
 
-        Raises CheckpointError for what is missing, damaged, or of a schema this version cannot read.
+        Raises CheckpointError for what is missing, damaged, or of a schema not known here.
         """
         file = self.folder(number) / _ABOUT / "metadata"
         try:
