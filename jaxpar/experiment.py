@@ -95,7 +95,7 @@ class Experiment:
         )
 
     def data(self) -> dict[str, Any]:
-        """What the order of the tokens follows from, beside the step: all of the data's position."""
+        """What the order of the tokens follows from, beside the step."""
         return {
             "corpus": self.text.name,
             "num_bytes": self.text.data.size,
