@@ -442,6 +442,8 @@ def main() -> None:
         from jaxpar.report.text import literal
 
         Console(stderr=True).print(literal(f"jaxpar: {error}", style="red"), soft_wrap=True)
+        if processes := sys.modules.get("jaxpar.processes"):
+            processes.failing(type(error).__name__)  # the others may be waiting for this one
         sys.exit(getattr(error, "exit_code", BAD_INPUT))
 
 

@@ -46,6 +46,23 @@ def backends_are_up() -> bool:
     return bool(xla_bridge.backends_are_initialized())
 
 
+def process_id() -> int:
+    """Of this process among those JAX has joined, 0 in a run of one; starts no backend."""
+    from jax._src import distributed
+
+    return int(distributed.global_state.process_id)
+
+
+def detected_cluster() -> str | None:
+    """The name of the cluster that `jax.distributed.initialize()` would join; None for none."""
+    from jax._src import clusters
+
+    for cluster in clusters.ClusterEnv._cluster_types:
+        if not cluster.opt_in_only_method and cluster.is_env_present():
+            return f"{cluster.name or cluster.__name__} cluster that JAX detects"
+    return None
+
+
 def hlo_text(serialized: bytes) -> str:
     """HLO text of a serialized HloModuleProto, small integer tables in full.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxpar import processes
 from jaxpar.compat import backends_are_up
 from jaxpar.errors import MeshError, is_whole, nearest_whole, shown
 
@@ -19,13 +20,23 @@ def use_cpu_devices(num: int) -> None:
     """Make JAX offer at least `num` CPU devices in this process; a larger number stays.
 
     The number is fixed once JAX has started, so call this before anything that lists devices or
-    computes. Raises `MeshError` when it is too late and there are fewer.
+    computes. Raises `MeshError` when it is too late and there are fewer. Under `jaxpar launch` the
+    devices are there already, and the ones of all processes count.
     """
     if not is_whole(num) or not 1 <= num <= MAX_CPU_DEVICES:
         raise MeshError(
             f"{shown(num)} CPU devices cannot be made; a process can have 1 to {MAX_CPU_DEVICES}. "
             f"Nearest: {nearest_whole(num, 1, MAX_CPU_DEVICES)}."
         )
+    if processes.is_launched():
+        processes.initialize()
+        have = len(devices_of("cpu"))
+        if have < num:
+            raise MeshError(
+                f"jaxpar launch made {have} CPU devices in all processes together, and {num} are "
+                f"needed. Give it more processes, or more --devices-per-process."
+            )
+        return
     if not backends_are_up():
         if num > _cpu_devices_asked_for():
             jax.config.update("jax_num_cpu_devices", num)

@@ -29,6 +29,7 @@ import numpy as np
 from cattrs import Converter, ForbiddenExtraKeysError
 from jax.sharding import AxisType, Mesh
 
+from jaxpar import processes
 from jaxpar.devices import devices_of, use_cpu_devices
 from jaxpar.errors import MeshError, did_you_mean, is_whole, nearest_whole, shown
 
@@ -180,15 +181,19 @@ class MeshSpec:
         return self.axes.get(role, 1)
 
     def build(self) -> Mesh:
-        """The `jax.sharding.Mesh` over this machine's first `num_devices` devices.
+        """The `jax.sharding.Mesh` over the first `num_devices` devices.
 
         It has the axes of `all_axes`, all of type Auto. For "cpu" the devices are made if need be,
-        see `use_cpu_devices`; in a run of several processes each has to make its own share first.
-        Raises `MeshError` if the machine has too few devices.
+        see `use_cpu_devices`. In a run of several processes (see `jaxpar.processes`) the devices
+        are those of all of them, process after process, so that outer axes cross processes and
+        inner ones stay within; and it has to have every one of them.
+        Raises `MeshError` if there are too few devices, ProcessesError if the processes do not fit.
         """
+        processes.initialize(detect_cluster=False)
         if self.platform == "cpu" and not jax.distributed.is_initialized():
             use_cpu_devices(self.num_devices)
-        devices = devices_of(self.platform)
+        devices = sorted(devices_of(self.platform), key=lambda device: device.process_index)
+        processes.require_all_devices(str(self), self.num_devices, devices)
         if len(devices) < self.num_devices:
             fits = f"Make the sizes multiply to {len(devices)} or less; to" if devices else "To"
             raise MeshError(

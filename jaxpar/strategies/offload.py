@@ -195,7 +195,7 @@ def check(config: ModelConfig, plan: Plan) -> None:
 
 def check_memory(plan: Plan, mesh: Mesh) -> None:
     """Raise PlanError where the mesh's devices have no host memory to offload to."""
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if plan.offload and HOST not in kinds:
         raise PlanError(
