@@ -19,6 +19,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpar import processes
 from jaxpar.collectives import vary
 from jaxpar.compat import varying_axes
 from jaxpar.errors import PlanError, require_positive, require_whole, shown
@@ -220,6 +221,12 @@ class TrainStep:
                     f"offload={self.plan.offload!r}. Start from step.init(seed=0), or move it: "
                     f"jax.device_put(state, step.shardings)."
                 )
+            if isinstance(have, Array) and not processes.is_everywhere(have, self.mesh):
+                raise PlanError(
+                    f"state{jax.tree_util.keystr(path)} is on this process's devices alone, and "
+                    f"the mesh has those of several. Start from step.init(seed=0), or restore a "
+                    f"checkpoint in all of them."
+                )
             # JAX would crash the process, not raise, when it finds out for itself.
             if isinstance(have, Array) and have.is_deleted():
                 raise PlanError(
@@ -232,7 +239,8 @@ class TrainStep:
 
         A batch whose tokens lie on the mesh that way already is taken for placed. Raises PlanError
         for another shape or dtype, and for NumPy arrays with tokens outside the vocabulary or
-        without any valid token (what is on a device already is not read back).
+        without any valid token (what is on a device already is not read back). Where there are
+        several processes each has the whole batch, and keeps what its devices need of it.
         """
         if not isinstance(batch, Batch):
             raise PlanError(
@@ -275,7 +283,7 @@ class TrainStep:
         is_placed = isinstance(tokens, Array) and tokens.sharding == shardings.tokens_BS
         if order is not None and not is_placed:
             batch = jax.tree.map(lambda array: array[:, order], batch)
-        return jax.device_put(batch, shardings)
+        return jax.tree.map(processes.spread, batch, shardings)
 
     @cached_property
     def jitted(self) -> Any:
