@@ -2,6 +2,7 @@
 
     .venv/bin/python experiments/experts.py
     .venv/bin/python experiments/experts.py --num-steps 200 --mesh expert=8
+    .venv/bin/python experiments/experts.py --tpu v5e:2x4   # chunks, compiled for TPUs; needs none
 
 The same small model on the same text, 8 virtual CPU devices. `busiest` is the tokens of the busiest
 expert over the mean, in the worst layer, over the first and the last tenth of the steps: what a
@@ -9,6 +10,12 @@ device waits for, since a layer ends when its last expert does. `dropped` is the
 that found no place; `loss` is the cross-entropy alone, in bits per byte; `sent` what each device
 sends to experts and back in one step, over what has to move: predicted, and equal to what the
 program asks for.
+
+With --tpu nothing is run: a larger model whole and in 4 chunks, checkpointed layer by layer, is
+compiled for TPUs and audited. `async` are all-to-alls with something computed between start and
+done, `exposed` the estimated time on the links during which a device computes nothing. It needs
+libtpu, and on a machine that is no TPU host TPU_SKIP_MDS_QUERY=1, TPU_ACCELERATOR_TYPE=v5e-8 and
+TPU_WORKER_HOSTNAMES=localhost in the environment.
 """
 
 from __future__ import annotations
@@ -20,10 +27,12 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
+from jax.experimental import topologies
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar import Corpus, MeshSpec, ModelConfig, Plan, TrainStep, asked, expected, preset
+from jaxpar import Corpus, MeshSpec, ModelConfig, Plan, TrainStep, asked, audit, expected, preset
 from jaxpar.tour import default_optimizer
 
 BATCH_SIZE, SEQ_LEN = 16, 64
@@ -39,7 +48,19 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "loss per sequence, 1.25 places": ({**ALONE, "balance_weight": 0.05}, CAPACITY),
     "the same, largest weights stay": (
         {**ALONE, "balance_weight": 0.05}, {**CAPACITY, "drop_policy": "weight"}),
+    "loss per sequence, in 4 chunks": (
+        {**ALONE, "balance_weight": 0.05}, {"num_expert_chunks": 4}),
+    "the same, 1.25 places": (
+        {**ALONE, "balance_weight": 0.05}, {**CAPACITY, "num_expert_chunks": 4}),
 }  # fmt: skip
+
+LARGE = ModelConfig(
+    name="experts-900m", num_layers=4, embed=1024, num_heads=8, num_kv_heads=8, head_dim=128,
+    mlp_hidden=4096, vocab=4096, max_seq_len=1024, num_experts=16, num_experts_per_token=2,
+    expert_hidden=4096,
+)  # fmt: skip
+OPTIONS = {"xla_tpu_enable_async_all_to_all": "true"}
+"""Without it a v5e's all-to-alls are synchronous."""
 
 
 def vectors(rows: Any) -> int:
@@ -48,10 +69,66 @@ def vectors(rows: Any) -> int:
     return sum(row.count * row.payload_bytes for row in exchanges)
 
 
+class StepFor(TrainStep):
+    """A step on the devices of a topology that is not here."""
+
+    devices: Any = None
+
+    @property
+    def mesh(self) -> Mesh:
+        axes = self.plan.mesh.all_axes
+        return Mesh(np.array(self.devices).reshape(tuple(axes.values())), tuple(axes))
+
+
+def compile_chunks(tpu: str) -> None:
+    """What is hidden of the all-to-alls of LARGE, by chunks."""
+    jax.config.update("jax_platforms", "cpu")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=tpu)
+    StepFor.devices = list(topology.devices)
+    mesh = MeshSpec.parse(f"expert={len(StepFor.devices)}")
+    table = Table(title=f"{LARGE.name} on {mesh} of {tpu}, bfloat16, remat='full'")
+    for column in ("experts", "chunks", "all-to-alls", "bytes", "async", "on the links", "exposed"):
+        table.add_column(column, justify="left" if column == "experts" else "right")
+    for form, batch_size, seq_len in (("capacity", 32, 1024), ("dropless", 32, 256)):
+        for num_chunks in (1, 4):
+            plan = Plan(
+                mesh=mesh,
+                batch_size=batch_size,
+                seq_len=seq_len,
+                remat="full",
+                experts=form,  # type: ignore[arg-type]
+                num_expert_chunks=num_chunks,
+            )
+            step = StepFor(config=LARGE, plan=plan, optimizer=default_optimizer())
+            program = step.jitted.lower(*step.abstract_inputs).compile(OPTIONS)
+            found = audit(program, mesh=mesh, chip=tpu.partition(":")[0]).collectives
+            found = [r for r in found if r.kind == "all-to-all" and r.dtype == "bf16"]
+            counts = [row.count or 0 for row in found]
+            if vectors(expected(LARGE, plan)) != vectors(found):
+                raise SystemExit(f"{form}, {num_chunks} chunks: other bytes than predicted")
+            times = [n * (row.transfer_s or 0) for n, row in zip(counts, found, strict=True)]
+            parts = [time * row.exposed_fraction for time, row in zip(times, found, strict=True)]
+            row = (
+                form,
+                f"{num_chunks}",
+                f"{sum(counts)}",
+                f"{vectors(found) / 2**20:.0f} MiB",
+                f"{sum(n for n, row in zip(counts, found, strict=True) if row.num_overlapped)}",
+                f"{1e3 * sum(times):.1f} ms",
+                f"{1e3 * sum(parts):.1f} ms",
+            )
+            print(*row, flush=True)  # minutes before the table
+            table.add_row(*row)
+    Console(width=110).print(table)
+
+
 def main(
     num_steps: Annotated[int, typer.Option(help="Training steps, 10 or more.")] = 60,
     mesh: Annotated[str, typer.Option(help="Axes of 8 devices or fewer.")] = "data=2,expert=4",
+    tpu: Annotated[str | None, typer.Option(help="Compile for it, such as v5e:2x4.")] = None,
 ) -> None:
+    if tpu:
+        return compile_chunks(tpu)
     base, corpus = preset("tiny-moe"), Corpus.standard_library()
     table = Table(title=f"{base.name} on {mesh}, {num_steps} steps of {BATCH_SIZE} × {SEQ_LEN}")
     for column in ("experts", "busiest", "", "dropped", "loss", "sent"):

@@ -92,7 +92,10 @@ STRATEGY = Strategy(
     refines="expert",
     variants=(
         Variant(
-            name="expert-chunks", mesh="expert=8", fields={"num_expert_chunks": 4}, model=MODEL
+            name="expert-chunks",
+            mesh="expert=8",
+            fields={"experts": "capacity", "num_expert_chunks": 4},
+            model=MODEL,
         ),
     ),
 )

@@ -55,12 +55,15 @@ def in_chunks(
 ) -> list[Array]:
     """`back(i, compute(i, there(i, chunk)))` of each chunk i, with exchanges beside `compute`.
 
-    While chunk i is computed, chunk i + 1 comes and the outputs of i - 1 go. Nothing else may: each
-    exchange waits for the computation before it, or XLA could run all of them first. Transposed,
-    the barriers say the same of the backward.
+    While chunk i is computed, chunk i + 1 comes and the outputs of i - 1 go. Nothing else may: an
+    exchange waits for the computation before its own, or XLA could run all of them first, and the
+    second for the first, or both could come before any computation. Transposed, the barriers say
+    the same of the backward.
     """
     waiting = list(chunks)
     arrived, outputs = [there(0, waiting[0])], list[Array]()
+    if len(waiting) > 1:
+        arrived[0], waiting[1] = lax.optimization_barrier((arrived[0], waiting[1]))
     for i in range(len(waiting)):
         arrived += [there(i + 1, chunk) for chunk in waiting[i + 1 : i + 2]]
         y = compute(i, arrived[i])
