@@ -15,6 +15,10 @@ from jaxpar.errors import MeshError, is_whole, nearest_whole, shown
 MAX_CPU_DEVICES = 4096
 """Virtual devices of one process; JAX takes about a third of a megabyte for each."""
 
+THREADS_PER_DEVICE = 4
+"""XLA has a thread for each CPU device, and a collective keeps one waiting. Where a device is in two
+at once, as a pipeline's may be, another one would never run, and all of them wait for it."""
+
 
 def use_cpu_devices(num: int) -> None:
     """Make JAX offer at least `num` CPU devices in this process; a larger number stays.
@@ -40,6 +44,8 @@ def use_cpu_devices(num: int) -> None:
     if not backends_are_up():
         if num > _cpu_devices_asked_for():
             jax.config.update("jax_num_cpu_devices", num)
+        # XLA's own word for how many threads to have; it has no option for it.
+        os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * max(num, _cpu_devices_asked_for())))
         return
     have = sum(device.process_index == jax.process_index() for device in devices_of("cpu"))
     if have < num:
