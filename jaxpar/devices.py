@@ -16,8 +16,8 @@ MAX_CPU_DEVICES = 4096
 """Virtual devices of one process; JAX takes about a third of a megabyte for each."""
 
 THREADS_PER_DEVICE = 4
-"""XLA has a thread for each CPU device, and a collective keeps one waiting. Where a device is in two
-at once, as a pipeline's may be, another one would never run, and all of them wait for it."""
+"""XLA has a thread for each CPU device, and each collective keeps one waiting. Where a device is in
+two at once, as a pipeline's may be, another one would never run, and all would wait for it."""
 
 
 def use_cpu_devices(num: int) -> None:
