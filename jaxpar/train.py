@@ -348,8 +348,9 @@ class TrainStep:
             )
         else:
             (loss, stats), gradients = pipeline.loss_and_gradients(
-                self.config, self.plan, params, batch, num_tokens=num_tokens, parallel=parallel
-            )
+                self.config, self.plan, self._trained(params), batch,
+                others=params, num_tokens=num_tokens, parallel=parallel,
+            )  # fmt: skip
         gradients = compose.finish(self.plan, self.layout, gradients)
         loss = sum_loss(loss)
         gradients = reduce_gradients(gradients, reduced_axes, jnp.dtype(self.plan.reduce_dtype))
@@ -387,7 +388,8 @@ class TrainStep:
             new_state = new_state._replace(opt_state=opt_state)
         if self.plan.is_frozen(EXPERT_BIAS):
             return new_state
-        return balance_experts(self.config, state, new_state, stats)
+        own_stats = pipeline.to_stage(stats, self.config, self.plan)
+        return balance_experts(self.config, state, new_state, own_stats)
 
 
 def run_once(make: Callable[[], Any], shardings: Any = None) -> Any:

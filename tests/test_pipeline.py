@@ -19,7 +19,6 @@ from jaxpar import asked, audit, compare, expected
 from jaxpar.audit.compare import agree
 from jaxpar.collectives import all_reduce, vary
 from jaxpar.errors import PlanError, ScheduleError
-from jaxpar.model.config import preset
 from jaxpar.model.transformer import init_params
 from jaxpar.numerics import first_difference, relative_error
 from jaxpar.strategies import pipeline
@@ -37,6 +36,12 @@ from tests.test_closed_forms import asked_of, executions
 DEEP = dataclasses.replace(SMALL, name="deep", num_layers=4)
 UNEVEN = dataclasses.replace(SMALL, name="uneven", num_layers=5)
 TIED_DEEP = dataclasses.replace(TIED, name="tied-deep", num_layers=4)
+MOE = dataclasses.replace(
+    SMALL, name="moe", num_layers=4, num_dense_layers=1, num_experts=4, num_experts_per_token=2,
+    expert_hidden=16, router="sigmoid", balance_weight=0.01, router_z_weight=0.001, bias_rate=1e-3,
+)  # fmt: skip
+"""Of its 3 layers with experts, 2 stages make 4, one of them padding."""
+MOE_BY_BATCH = dataclasses.replace(MOE, name="moe-by-batch", balance="batch")
 
 # --- the executor, on stages that are as small as can be -----------------------------------------
 
@@ -81,7 +86,7 @@ def one_device(num_chunks, num_microbatches):
         for micro_batch in tokens:
             x, found = None, []
             for g in range(num_chunks):
-                chunk = executor.Chunk(None, g == 0, g == num_chunks - 1, False)
+                chunk = executor.Chunk(None, None, g == 0, g == num_chunks - 1, True)
                 x, more, stats = stage(shared, layers[g], x, micro_batch, chunk)
                 total += more
                 found.append(stats["count"])
@@ -135,11 +140,9 @@ CASES = {
     "gpipe, fewer than stages": (table("gpipe", 8, 3), {}),
     "1f1b": (table("1f1b", 4, 8, phased=True), {}),
     "1f1b, fewer than stages": (table("1f1b", 8, 3, phased=True), {}),
-    "1f1b, one action a slot": (table("1f1b", 2, 5), {}),
     "1f1b, always": (table("1f1b", 4, 5, phased=True), {"always_computes": True}),
     "interleaved": (table("interleaved", 2, 4, 2, phased=True), {}),
     "interleaved, no multiple": (table("interleaved", 4, 6, 2, phased=True), {}),
-    "interleaved, always": (table("interleaved", 2, 3, 3), {"always_computes": True}),
     "zb-h1": (table("zb-h1", 4, 6), {}),
     "zb-h1, always": (table("zb-h1", 2, 3), {"always_computes": True}),
     "exact sends": (table("1f1b", 2, 3, phased=True), {"exact_sends": True}),
@@ -232,6 +235,12 @@ INTERLEAVED = {"schedule": "interleaved", "num_virtual_stages": 2}
         ("pipe=2,tensor=4", DEEP, ZB | {"sequence": True, "overlap": "unidirectional"}),
         ("pipe=2,context=2", UNEVEN, {"remat": "dots"}),
         ("pipe=4,context=2", DEEP, GPIPE | {"context": "ulysses", "reduce_dtype": "bfloat16"}),
+        ("pipe=2,data=2,fsdp=2", UNEVEN, INTERLEAVED | {"zero": 1, "compute_dtype": "bfloat16"}),
+        ("pipe=2,fsdp=2,tensor=2", UNEVEN, {"zero": 2, "frozen": ("layers/mlp/*", "embedding/*")}),
+        ("pipe=2,fsdp=4", TIED_DEEP, {"reshard_after_forward": False}),
+        ("pipe=2,fsdp=2,context=2", DEEP, {"num_layers_per_gather": 2}),
+        ("pipe=2,expert=2,context=2", MOE, {"remat": "full"}),
+        ("pipe=2,data=2", MOE_BY_BATCH, {"num_microbatches": 1}),
     ],
 )
 def test_predicted_is_what_the_program_asks_for(mesh, config, fields):
@@ -243,6 +252,10 @@ ROWS_OF_MODELS = {
     "1f1b": ("pipe=4,data=2", UNEVEN, {"num_microbatches": 4}),
     "interleaved": ("pipe=2,tensor=2", TIED_DEEP, {"num_microbatches": 4, **INTERLEAVED}),
     "zb-h1": ("pipe=2", SMALL, {"num_microbatches": 8, **ZB}),
+    "zero1": ("pipe=2,fsdp=2", TIED_DEEP, {"num_microbatches": 2, "zero": 1}),
+    "zero2": ("pipe=2,fsdp=2", UNEVEN, {"num_microbatches": 2, "zero": 2, **INTERLEAVED}),
+    "fsdp": ("pipe=2,data=2,fsdp=2", DEEP, {"num_microbatches": 2}),
+    "experts": ("pipe=2,expert=2,tensor=2", MOE, {"num_microbatches": 2}),
 }
 
 
@@ -315,9 +328,14 @@ def test_a_table_from_a_file(tmp_path):
         ("pipe=2", {"num_accumulation_steps": 2}, "num_accumulation_steps=2 num_microbatches=1"),
         ("pipe=2", {"num_microbatches": 3}, "batch_size=16 num_microbatches=3 15 or 18"),
         ("pipe=2,data=2", {"num_microbatches": 16}, "batch_size=16 num_microbatches=16 32"),
-        ("pipe=2,fsdp=2", {}, "pipe=2 fsdp=2 axis data axis fsdp: 1"),
-        ("pipe=2", {"frozen": ("norm/*",)}, "frozen=('norm/*',) pipe=2"),
-        ("pipe=2", {"overlap_gradients": True}, "overlap_gradients=True pipe=2"),
+        ("pipe=2", {"overlap_gradients": True}, "overlap_gradients=True pipe=2 once per step"),
+        ("pipe=2,fsdp=2", {"prefetch": True}, "prefetch=True at least 3 groups 1 layers"),
+        ("pipe=2,fsdp=2", {"num_layers_per_gather": 2}, "=2 divide 1 num_layers_per_gather: 1"),
+        (
+            "pipe=2,fsdp=2",
+            {"num_layers_per_gather": 2, "reshard_after_forward": False},
+            "num_layers_per_gather=2 pipe=2 reshard_after_forward=False",
+        ),
         ("pipe=2", {"schedule": "zb1"}, "schedule='zb1' 'zb-h1'"),
         ("pipe=2", {"schedule": 3}, "schedule=3 (int) 'gpipe'"),
         ("pipe=2", {"schedule": table("1f1b", 2, 4)}, "num_microbatches: 4"),
@@ -333,9 +351,11 @@ def test_refusals_name_the_field_and_what_is_right(mesh, fields, words):
         assert word in str(caught.value)
 
 
-def test_experts_and_missing_tables_are_refused():
-    with pytest.raises(PlanError, match="num_experts=8 and pipe=2"):
-        step("pipe=2", preset("tiny-moe"))
+def test_refusals_of_models_and_tables():
+    with pytest.raises(PlanError, match=r"balance='batch' .*num_microbatches=2 "):
+        step("pipe=2", MOE_BY_BATCH, num_microbatches=2)
+    with pytest.raises(PlanError, match=r"num_layers=4 without num_dense_layers=1.*axis pipe: 3\."):
+        step("pipe=4", MOE)
     with pytest.raises(ScheduleError, match=r"nowhere\.csv cannot be read"):
         plan("pipe=2", schedule="nowhere.csv")
 

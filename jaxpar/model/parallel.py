@@ -68,6 +68,8 @@ class Parallel:
     gather: a module's state -> the same state with the weights its matmuls need.
     checkpoint: wraps the body that is scanned over layers; decides what the backward recomputes.
     scan: runs that body over the stacked layers, as `lax.scan` does.
+    of_chunk: which of a pipeline stage's chunks of layers -> these functions for it; None where
+        they are the same for all.
 
     S' is S unless the sequence is split between layers, V' is V unless the vocabulary is split.
     """
@@ -88,6 +90,7 @@ class Parallel:
     gather: Callable[[nnx.State], nnx.State] = _same
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _same
     scan: Callable[[Callable[..., Any], Array, Any], tuple[Array, Any]] = lax.scan
+    of_chunk: Callable[[Array], Parallel] | None = None
 
     def column(self, x_BSD: Array, *weights: Array) -> tuple[Array, ...]:
         """Column-parallel matmuls of one input: [B, S', D], [D, *X] each -> [B, S, *X] each."""

@@ -53,6 +53,7 @@ class Transformer(nnx.Module):
         """Cross-entropy of every token, float32 [B, S], and what the layers counted; per shard."""
         embedding = self.gathered_embedding(parallel)
         x_BSD = self.embed(embedding, batch.tokens_BS, parallel, compute_dtype)
+        x_BSD = self.apply_dense_layers(x_BSD, batch, parallel)
         x_BSD, stats = self.apply_layers(x_BSD, batch, parallel)
         return self.score(embedding, x_BSD, batch.labels_BS, parallel), stats
 
@@ -68,26 +69,31 @@ class Transformer(nnx.Module):
         with jax.named_scope("embedding"):
             return embedding.embed(tokens_BS, parallel, dtype)
 
-    def apply_layers(self, x_BSD: Array, batch: Batch, parallel: Parallel) -> tuple[Array, Stats]:
-        """This device's layers: [B, S', D] -> [B, S', D], and what each counted, [L, ..]."""
-        position_S = parallel.positions(batch.tokens_BS.shape[1])
-        rotary = rotary_angles(position_S, self.config.head_dim, self.config.rope_theta)
-
-        def apply(layers: Any, x_BSD: Array) -> tuple[Array, Stats]:
-            graphdef, stacked = nnx.split(layers)
-
-            def layer(x_BSD: Array, state: nnx.State) -> tuple[Array, Stats]:
-                block = nnx.merge(graphdef, parallel.gather(state))
-                return block(x_BSD, rotary, batch, parallel)
-
-            return parallel.scan(parallel.checkpoint(layer), x_BSD, stacked)
-
+    def apply_dense_layers(self, x_BSD: Array, batch: Batch, parallel: Parallel) -> Array:
+        """Those before the layers with experts, if there are any: [B, S', D] -> [B, S', D]."""
         if self.config.num_dense_layers:
             with jax.named_scope("dense_layers"):
-                x_BSD, _ = apply(self.dense_layers, x_BSD)
+                x_BSD, _ = self._apply(self.dense_layers, x_BSD, batch, parallel)
+        return x_BSD
+
+    def apply_layers(self, x_BSD: Array, batch: Batch, parallel: Parallel) -> tuple[Array, Stats]:
+        """This device's layers: [B, S', D] -> [B, S', D], and what each counted, [L, ..]."""
         with jax.named_scope("layers"):
-            x_BSD, stats = apply(self.layers, x_BSD)
+            x_BSD, stats = self._apply(self.layers, x_BSD, batch, parallel)
             return x_BSD, parallel.count_once(stats)
+
+    def _apply(
+        self, layers: Any, x_BSD: Array, batch: Batch, parallel: Parallel
+    ) -> tuple[Array, Stats]:
+        position_S = parallel.positions(batch.tokens_BS.shape[1])
+        rotary = rotary_angles(position_S, self.config.head_dim, self.config.rope_theta)
+        graphdef, stacked = nnx.split(layers)
+
+        def layer(x_BSD: Array, state: nnx.State) -> tuple[Array, Stats]:
+            block = nnx.merge(graphdef, parallel.gather(state))
+            return block(x_BSD, rotary, batch, parallel)
+
+        return parallel.scan(parallel.checkpoint(layer), x_BSD, stacked)
 
     def score(
         self, embedding: Embedding, x_BSD: Array, labels_BS: Array, parallel: Parallel

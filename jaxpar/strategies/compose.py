@@ -93,10 +93,8 @@ def _place(parameter: Parameter, plan: Plan, strategies: list[Strategy]) -> Plac
             partial.update(s.axes)
     entries = [splits.get(dim) for dim in parameter.stacked_dims]
     local = [
-        plan.num_local_layers(size) if dim == "layers" else size // (plan.size(axis) if axis else 1)
-        for dim, size, axis in zip(
-            parameter.stacked_dims, parameter.stacked_shape, entries, strict=True
-        )
+        plan.num_local_layers(size) if axis == "pipe" else size // (plan.size(axis) if axis else 1)
+        for size, axis in zip(parameter.stacked_shape, entries, strict=True)
     ]
     summed = plan.in_mesh_order(partial - set(splits.values()))
     is_inner = plan.overlap_gradients and parameter.num_stacked is not None

@@ -68,7 +68,7 @@ def sum_stats(stats: Stats) -> Stats:
     """What the layers counted, over all tokens of the step."""
     with jax.named_scope("forward"):
         return {
-            name: all_reduce(local, TOKEN_AXES, scope=f"sum_stats/{name}")
+            name: all_reduce(local, LOSS_AXES, scope=f"sum_stats/{name}")
             for name, local in sorted(stats.items())
         }
 

@@ -44,7 +44,8 @@ from jaxpar.model.config import PRESETS, ModelConfig, Parameter
 from jaxpar.model.routing import capacity, drop_over_capacity
 from jaxpar.strategies.expert_dispatch import with_capacity, without_limit
 from jaxpar.strategies.expert_exchange import AXIS
-from jaxpar.strategies.plan import DTYPES, TOKEN_AXES, Plan
+from jaxpar.strategies.plan import DTYPES, LOSS_AXES, TOKEN_AXES, Plan
+from jaxpar.strategies.runs import runs_of
 from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
 
 SEQUENCE_AXES = ("context", "ulysses")
@@ -73,29 +74,27 @@ def sum_counts(count: Array, axes: tuple[str, ...]) -> Array:
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     if not config.num_experts:
         return []
-    m, L = plan.num_accumulation_steps, config.num_layers - config.num_dense_layers
     n, E, Q = plan.size(AXIS), config.num_experts, plan.num_expert_chunks
     rows = token_vectors(config, plan) if Q == 1 else []  # else they are expert_chunks.py's
-    for phase in ("forward", *recomputed(plan)):
-        if plan.experts == "dropless":
-            size = 4 * Q * (E + n)
-            rows += _row(
-                plan, "all-to-all", (AXIS,), phase, m * L, size, "s32", "rows that will come"
-            )
-        if config.balance_weight:
+    for phase, layers in executions(config, plan).items():
+        if plan.experts == "dropless" and phase != "backward":
+            size, why = 4 * Q * (E + n), "rows that will come"
+            rows += _row(plan, "all-to-all", (AXIS,), phase, layers, size, "s32", why)
+        # A pipeline counts in the second of its forwards, which ends in the loss.
+        is_counted = phase == "recompute" or (phase == "forward" and plan.size("pipe") == 1)
+        if config.balance_weight and is_counted:
             axes, size = balance_axes(config), 4 * E
             size *= plan.local_batch_size if config.balance == "sequence" else 1
             why = "counts for the balance loss"
-            rows += _row(plan, "all-reduce", axes, phase, m * L, size, "f32", why)
+            rows += _row(plan, "all-reduce", axes, phase, layers, size, "f32", why)
     for name, num in config.num_statistics.items():
         why = f"{name}, for the metrics"
-        rows += _row(plan, "all-reduce", TOKEN_AXES, "forward", 1, 4 * num, "f32", why)
+        rows += _row(plan, "all-reduce", LOSS_AXES, "forward", 1, 4 * num, "f32", why)
     return rows
 
 
 def token_vectors(config: ModelConfig, plan: Plan) -> list[Expected]:
     """Their way to experts and back, each of which goes in `num_expert_chunks` parts."""
-    m, L = plan.num_accumulation_steps, config.num_layers - config.num_dense_layers
     n, E, K = plan.size(AXIS), config.num_experts, config.num_experts_per_token
     B, S, Q = plan.local_batch_size, plan.local_seq_len, plan.num_expert_chunks
     num_sent, num_slots = B * S * K, n * B * S * min(K, E // n)
@@ -107,17 +106,21 @@ def token_vectors(config: ModelConfig, plan: Plan) -> list[Expected]:
     kind = "ragged-all-to-all" if is_ragged else "all-to-all"
     part = " of a chunk" if Q > 1 else ""
     rows = []
-    for phase in ("forward", *recomputed(plan), "backward"):
+    for phase, layers in executions(config, plan).items():
         for way, num_rows in (("to experts", num_sent), ("back to tokens", num_slots)):
             size = num_rows // Q * config.embed * plan.compute_bytes
             dtype, why = DTYPES[plan.compute_dtype], f"token vectors{part} {way}"
-            rows += _row(plan, kind, (AXIS,), phase, m * L * Q, size, dtype, why)
+            rows += _row(plan, kind, (AXIS,), phase, layers * Q, size, dtype, why)
     return rows
 
 
-def recomputed(plan: Plan) -> tuple[Phase, ...]:
-    """Selective checkpointing repeats attention alone, any other repeats the way to the experts."""
-    return ("recompute",) if plan.remat in ("dots", "full") else ()
+def executions(config: ModelConfig, plan: Plan) -> dict[Phase, int]:
+    """How many layers with experts one device runs in each phase of a step."""
+    runs = runs_of(plan, config, only_experts=True)
+    # Selective checkpointing repeats attention alone, any other repeats the way to the experts.
+    again = runs.repeated_layers + runs.backward_layers * (plan.remat in ("dots", "full"))
+    found: dict[Phase, int] = {"forward": runs.forward_layers}
+    return found | ({"recompute": again} if again else {}) | {"backward": runs.backward_layers}
 
 
 def _row(
@@ -167,7 +170,7 @@ def check(config: ModelConfig, plan: Plan) -> None:
     if not E:
         return
     if E % n:
-        rest = plan.num_batch_shards // n * plan.num_accumulation_steps
+        rest = plan.num_batch_shards // n * plan.num_accumulation_steps * plan.num_microbatches
         sizes = nearest_divisors(E, n, lambda d: plan.batch_size % (rest * d) == 0)
         raise PlanError(
             f"{config.name}: num_experts={E} cannot be spread over expert={n}: it is not a "
@@ -180,12 +183,13 @@ def check(config: ModelConfig, plan: Plan) -> None:
             f"experts='capacity' counts an expert's places within a whole sequence, and the mesh "
             f"spreads each over {axes}. Set experts='dropless'."
         )
-    if config.balance_weight and config.balance == "batch" and plan.num_accumulation_steps > 1:
-        raise PlanError(
-            f"{config.name}: balance='batch' needs the whole batch at once, and "
-            f"num_accumulation_steps={plan.num_accumulation_steps} shows it in parts, which ones "
-            f"depends on the mesh. Set num_accumulation_steps=1, or balance='sequence'."
-        )
+    for field in ("num_accumulation_steps", "num_microbatches"):
+        if config.balance_weight and config.balance == "batch" and getattr(plan, field) > 1:
+            raise PlanError(
+                f"{config.name}: balance='batch' needs the whole batch at once, and "
+                f"{field}={getattr(plan, field)} shows it in parts, which ones depends on the "
+                f"mesh. Set {field}=1, or balance='sequence'."
+            )
     is_ragged = plan.experts == "dropless" and plan.expert_exchange == "ragged"
     if is_ragged and n > 1 and plan.mesh.platform == "cpu":
         raise PlanError(

@@ -34,9 +34,11 @@ from jax import Array, lax
 
 from jaxpar.errors import PlanError, nearest_divisors
 from jaxpar.model.config import ModelConfig
-from jaxpar.strategies import shards
+from jaxpar.strategies import shards, zero1
+from jaxpar.strategies.pipeline.choice import holds_weights, layers_per_chunk, num_staged
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.prefetch import MIN_GROUPS, Loop
+from jaxpar.strategies.runs import runs_of
 from jaxpar.strategies.shards import AXIS, Weight, is_param, path_of, row, use, used
 from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
 
@@ -95,21 +97,28 @@ def scan(
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
-    m = plan.num_accumulation_steps
-    rows = []
-    for placed in layout:
-        weight = shards.weight(plan, placed)
-        if weight.dim is None:
-            continue
-        k = shards.layers_at_once(plan) if weight.is_stacked else 1
-        count = m * shards.num_layers(placed) // k
-        rows.append(row("all-gather", "forward", placed, plan, count=count, of=k, why="use"))
-        if weight.is_stacked and plan.reshard_after_forward:
+    runs, rows = runs_of(plan, config), shards.held(plan, layout)
+    for placed in shards.passing(plan, layout):
+        is_stacked = placed.parameter.num_stacked is not None
+        k = shards.layers_at_once(plan) if is_stacked else 1
+        num_groups = shards.layers_per_run(placed, plan) // k
+        again = runs.repeats + (runs.backwards if is_stacked and plan.reshard_after_forward else 0)
+        rows.append(
+            row("all-gather", "forward", placed, plan, count=runs.forwards * num_groups, of=k,
+                why="use")
+        )  # fmt: skip
+        if again:
             why = "use again, backward,"
-            rows.append(row("all-gather", "recompute", placed, plan, count=count, of=k, why=why))
-        if weight.is_trained:
+            rows.append(
+                row("all-gather", "recompute", placed, plan, count=again * num_groups, of=k,
+                    why=why)
+            )  # fmt: skip
+        if placed.is_trained:
             why = "gradient of"
-            rows.append(row("reduce-scatter", "backward", placed, plan, count=count, of=k, why=why))
+            rows.append(
+                row("reduce-scatter", "backward", placed, plan, count=runs.backwards * num_groups,
+                    of=k, why=why)
+            )  # fmt: skip
     return rows
 
 
@@ -119,7 +128,17 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
 def check(config: ModelConfig, plan: Plan) -> None:
     shards.check(config, plan)
     k = plan.num_layers_per_gather
-    for num_layers in {p.num_stacked for p in config.parameters if p.num_stacked}:
+    if plan.size("pipe") > 1 and holds_weights(plan) and (plan.prefetch or k > 1):
+        raise PlanError(
+            f"prefetch={plan.prefetch} and num_layers_per_gather={k} say how a stage gathers its "
+            f"layers in a slot, and with pipe={plan.size('pipe')} and reshard_after_forward=False "
+            f"it gathers all of them once per step. Leave out one or the other."
+        )
+    in_a_row = {num_staged(config), config.num_dense_layers} - {0}
+    if plan.size("pipe") > 1:
+        num_chunks = plan.size("pipe") * plan.num_virtual_stages
+        in_a_row = {layers_per_chunk(num_staged(config), num_chunks), config.num_dense_layers} - {0}
+    for num_layers in sorted(in_a_row):
         if num_layers % k:
             raise PlanError(
                 f"{config.name}: num_layers_per_gather={k} does not divide its {num_layers} "
@@ -136,6 +155,8 @@ def check(config: ModelConfig, plan: Plan) -> None:
 
 def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
     weights = shards.weights(plan, layout)
+    if plan.size("pipe") > 1 and holds_weights(plan):
+        return {}
     return {
         "gather": lambda state: gather(state, weights),
         "scan": lambda body, x_BSD, stacked: scan(body, x_BSD, stacked, plan, weights),
@@ -150,6 +171,8 @@ STRATEGY = Strategy(
     check=check,
     splits=shards.splits,
     hooks=hooks,
+    start=zero1.start,
+    finish=zero1.finish,
     expected=expected,
     variants=(
         Variant(name="fsdp", mesh="fsdp=8"),

@@ -220,8 +220,8 @@ def _same_axes(*arrays: Array) -> list[Array]:
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
-    n, L = plan.size(AXIS), config.num_layers
-    runs = runs_of(plan, L)
+    n, runs = plan.size(AXIS), runs_of(plan, config)
+    L = runs.num_layers
     num_tokens = plan.local_batch_size * plan.local_seq_len
     # Attention of each layer, and each MLP: experts enter and leave as one, and plainly.
     halves = L + (config.num_dense_layers if config.num_experts else L)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxpar.strategies.pipeline.choice import AXIS, layers_per_chunk, schedule_of
+from jaxpar.model.config import ModelConfig
+from jaxpar.strategies.pipeline.choice import AXIS, layers_per_chunk, num_staged, schedule_of
 from jaxpar.strategies.pipeline.program import phases
 from jaxpar.strategies.plan import Plan
 
@@ -13,47 +14,62 @@ from jaxpar.strategies.plan import Plan
 class Runs:
     """Executions on each device per step, over all micro-batches.
 
-    forward_layers, backward_layers: forwards and backwards of single layers. What the plan's
-        `remat` repeats of a layer is repeated before each of its backwards.
-    repeated_layers: forwards that a pipeline's backward opens with, in phase recompute.
-    embeddings, repeated_embeddings: lookups of tokens, likewise.
-    ends: forwards of the output, its backwards, and backwards of the lookup: as many of each.
+    forwards, backwards: of all that a device holds of the model or, in a pipeline, of one chunk.
+    repeats: forwards that a pipeline's backward opens with, in phase recompute.
+    num_layers: layers in each of them. What the plan's `remat` repeats of a layer is repeated
+        before each of its backwards.
     """
 
-    forward_layers: int
-    repeated_layers: int
-    backward_layers: int
-    embeddings: int
-    repeated_embeddings: int
-    ends: int
+    forwards: int
+    repeats: int
+    backwards: int
+    num_layers: int
+
+    @property
+    def forward_layers(self) -> int:
+        return self.forwards * self.num_layers
+
+    @property
+    def repeated_layers(self) -> int:
+        return self.repeats * self.num_layers
+
+    @property
+    def backward_layers(self) -> int:
+        return self.backwards * self.num_layers
+
+    # Tokens are looked up wherever a first chunk may run.
+    @property
+    def embeddings(self) -> int:
+        return self.forwards
+
+    @property
+    def repeated_embeddings(self) -> int:
+        return self.repeats
+
+    @property
+    def ends(self) -> int:
+        """Forwards of the output, its backwards, and backwards of the lookup: as many of each."""
+        return self.backwards
 
 
-def runs_of(plan: Plan, num_layers: int) -> Runs:
-    """Of a model with `num_layers` layers.
+def runs_of(plan: Plan, config: ModelConfig, *, only_experts: bool = False) -> Runs:
+    """Of all layers of a model, or of its layers with experts only.
 
     Without a pipeline every device runs every layer once for each micro-batch. In a pipeline it
     runs those of one chunk, as long as the longest, in every slot that has a forward, and twice in
     every slot that has a backward; that is so where layers communicate, the only place to count
     them (see pipeline/executor.py).
     """
-    if plan.size(AXIS) == 1:
-        m = plan.num_accumulation_steps
-        return Runs(
-            forward_layers=m * num_layers,
-            repeated_layers=0,
-            backward_layers=m * num_layers,
-            embeddings=m,
-            repeated_embeddings=0,
-            ends=m,
-        )
-    schedule = schedule_of(plan)
-    forwards, backwards = (len(slots) for slots in phases(schedule))
-    num_local = layers_per_chunk(num_layers, schedule.num_chunks)
-    return Runs(
-        forward_layers=forwards * num_local,
-        repeated_layers=backwards * num_local,
-        backward_layers=backwards * num_local,
-        embeddings=forwards,
-        repeated_embeddings=backwards,
-        ends=backwards,
-    )
+    m = plan.num_accumulation_steps
+    forwards, repeats, backwards = m, 0, m
+    num_layers = num_staged(config)
+    if plan.size(AXIS) > 1:
+        schedule = schedule_of(plan)
+        forwards, backwards = (len(slots) for slots in phases(schedule))
+        repeats = backwards
+        num_layers = layers_per_chunk(num_layers, schedule.num_chunks)
+    if only_experts:
+        num_layers = num_layers if config.num_experts else 0
+    else:
+        num_layers += config.num_dense_layers
+    return Runs(forwards=forwards, repeats=repeats, backwards=backwards, num_layers=num_layers)

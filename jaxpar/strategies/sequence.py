@@ -69,8 +69,8 @@ def embed(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype) -> Array:
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
-    L = config.num_layers
-    runs = runs_of(plan, L)
+    runs = runs_of(plan, config)
+    L = runs.num_layers
     payload = plan.local_batch_size * plan.local_seq_len * config.embed * plan.compute_bytes
 
     def row(kind: str, phase: Phase, count: int, why: str) -> Expected:

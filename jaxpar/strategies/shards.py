@@ -29,6 +29,7 @@ from jaxpar.errors import PlanError, nearest_divisors
 from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.model.transformer import Params
 from jaxpar.strategies import tensor
+from jaxpar.strategies.pipeline import choice as pipeline
 from jaxpar.strategies.plan import DTYPE_BYTES, DTYPES, Plan
 from jaxpar.strategies.strategy import Expected, Layout, Phase, Placed
 
@@ -45,6 +46,8 @@ class Weight:
     inner_axes: axes over which its gradient is all-reduced in the backward, layer by layer.
     is_stacked: whether there is one for each layer.
     is_trained: whether it has a gradient at all.
+    is_held: whether it is gathered once per step and kept, so that its gradient is whole until it
+        is scattered, once, behind the last micro-batch.
     """
 
     dim: int | None
@@ -54,6 +57,7 @@ class Weight:
     inner_axes: tuple[str, ...] = ()
     is_stacked: bool = False
     is_trained: bool = True
+    is_held: bool = False
 
     def gather(self, shard: Array) -> Array:
         """[.., d/n, ..] float32 -> [.., d, ..] in compute_dtype; what is whole stays float32."""
@@ -110,7 +114,8 @@ def used(state: nnx.State, weights: Mapping[str, Weight]) -> nnx.State:
     """A module's state with every weight whole for its use."""
 
     def whole(param: nnx.Variable[Array]) -> nnx.Variable[Array]:
-        return param.replace(use(param[...], weights[path_of(param)]))
+        weight = weights[path_of(param)]
+        return param if weight.is_held else param.replace(use(param[...], weight))
 
     return jax.tree.map(whole, state, is_leaf=is_param)
 
@@ -148,6 +153,11 @@ def weights(plan: Plan, layout: Layout) -> dict[str, Weight]:
 def weight(plan: Plan, placed: Placed) -> Weight:
     parameter = placed.parameter
     name = split_dim(parameter, plan)
+    # Of the tables, two stages have use, and all would gather them in every slot.
+    is_held = plan.zero == 1 or (
+        plan.size(pipeline.AXIS) > 1
+        and (parameter.num_stacked is None or pipeline.holds_weights(plan))
+    )
     return Weight(
         dim=None if name is None else parameter.dims.index(name),
         gather_dtype=jnp.dtype(plan.gather_dtype or plan.compute_dtype),
@@ -156,6 +166,7 @@ def weight(plan: Plan, placed: Placed) -> Weight:
         inner_axes=placed.inner_axes,
         is_stacked=parameter.num_stacked is not None,
         is_trained=not plan.is_frozen(parameter.path),
+        is_held=is_held and name is not None,
     )
 
 
@@ -180,33 +191,34 @@ def row(
     )
 
 
-def gathered_once(
-    plan: Plan, layout: Layout, *, scatters: Callable[[int], tuple[int, int]]
-) -> list[Expected]:
-    """Closed form where every split parameter is gathered whole, all layers at once.
-
-    `scatters` says how often the gradient of a parameter of so many layers is scattered, and of how
-    many layers at a time.
-    """
+def held(plan: Plan, layout: Layout) -> list[Expected]:
+    """Closed form of the weights that are gathered once per step, all layers at once."""
     rows = []
     for placed in layout:
-        weight_ = weight(plan, placed)
-        if weight_.dim is None:
-            continue
-        L = num_layers(placed)
-        rows.append(row("all-gather", "forward", placed, plan, count=1, of=L, why="use"))
-        if weight_.is_trained:
-            count, of = scatters(L)
-            why = "gradient of"
-            rows.append(
-                row("reduce-scatter", "backward", placed, plan, count=count, of=of, why=why)
-            )
+        if (of := weight(plan, placed)).is_held:
+            L = num_layers(placed)
+            rows.append(row("all-gather", "forward", placed, plan, count=1, of=L, why="use"))
+            if of.is_trained:
+                why = "gradient of"
+                rows.append(row("reduce-scatter", "backward", placed, plan, count=1, of=L, why=why))
     return rows
+
+
+def passing(plan: Plan, layout: Layout) -> list[Placed]:
+    """The split parameters that are not held."""
+    weights_ = ((placed, weight(plan, placed)) for placed in layout)
+    return [placed for placed, w in weights_ if w.dim is not None and not w.is_held]
 
 
 def num_layers(placed: Placed) -> int:
     """Layers of a stacked parameter on one device; 1 for others."""
     return placed.local_shape[0] if placed.parameter.num_stacked else 1
+
+
+def layers_per_run(placed: Placed, plan: Plan) -> int:
+    """Those of them that run at a time: of one chunk, where stages of a pipeline hold several."""
+    is_cut = pipeline.AXIS in placed.split_axes
+    return num_layers(placed) // (plan.num_virtual_stages if is_cut else 1)
 
 
 # --- rules -----------------------------------------------------------------------------------
@@ -260,7 +272,7 @@ def check(config: ModelConfig, plan: Plan) -> None:
     """Raises PlanError where nothing at all could be split."""
     n = plan.size(AXIS)
     if all(split_dim(parameter, plan) is None for parameter in config.parameters):
-        rest = plan.num_batch_shards // n * plan.num_accumulation_steps
+        rest = plan.num_batch_shards // n * plan.num_accumulation_steps * plan.num_microbatches
         sizes = nearest_divisors(config.embed, n, lambda d: plan.batch_size % (rest * d) == 0)
         raise PlanError(
             f"{config.name}: embed={config.embed} cannot be split over fsdp={n}: it is not a "

@@ -136,7 +136,7 @@ def kv_weight(w_DKH: Array, num_kv_heads: int) -> Array:
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
-    runs = runs_of(plan, config.num_layers)
+    runs = runs_of(plan, config)
     num_tokens = plan.local_batch_size * plan.local_seq_len
 
     def row(phase: Phase, count: int, why: str) -> Expected:
@@ -176,14 +176,16 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         )
     )
     if config.num_experts:
+        num_layers = config.num_layers - config.num_dense_layers
+        per_layer = sum(config.num_statistics.values()) // num_layers
         rows.append(
             Expected(
                 kind="all-reduce",
                 axes=(AXIS,),
                 count=runs.ends,
-                payload_bytes=4 * sum(config.num_statistics.values()),
+                payload_bytes=4 * per_layer * (runs.num_layers - config.num_dense_layers),
                 dtype="f32",
-                phase="forward",
+                phase="recompute" if runs.repeats else "forward",
                 why="what layers with experts counted, once for all devices",
             )
         )

@@ -49,14 +49,17 @@ CARD = Card(
 # --- communication ---------------------------------------------------------------------------
 
 
-def gather_once(plan: Plan, layout: Layout, params: Params) -> dict[str, Array]:
-    """Every split parameter, whole and in the compute dtype, by path; all layers at once."""
+def gather_once(plan: Plan, layout: Layout, params: Params, *, are_held: bool) -> dict[str, Array]:
+    """Split parameters, whole and in the compute dtype, by path; all layers at once.
+
+    are_held: those whose gradient is to be whole as well, or the others.
+    """
     weights = shards.weights(plan, layout)
     whole = {}
     with jax.named_scope("forward"):
         for path, shard in by_path(params).items():
             weight = weights[path]
-            if weight.dim is not None:
+            if weight.dim is not None and weight.is_held == are_held:
                 weight = weight.stacked() if weight.is_stacked else weight
                 whole[path] = weight.gather(shard)
     return whole
@@ -65,8 +68,8 @@ def gather_once(plan: Plan, layout: Layout, params: Params) -> dict[str, Array]:
 def start(
     plan: Plan, layout: Layout, params: Params, parallel: Parallel
 ) -> tuple[Params, Parallel]:
-    """The step computes with whole weights, and so gets whole gradients."""
-    whole = gather_once(plan, layout, params)
+    """The step computes with whole weights, and so gets whole gradients of what is held."""
+    whole = gather_once(plan, layout, params, are_held=True)
     return map_paths(lambda path, shard: whole.get(path, shard), params), parallel
 
 
@@ -76,9 +79,9 @@ def finish(plan: Plan, layout: Layout, gradients: Params) -> Params:
 
     def scatter(path: str, gradient: Array) -> Array:
         weight = weights[path]
-        if weight.is_stacked:
-            weight = weight.stacked()
-        return weight.scatter(gradient).astype(jnp.float32)
+        if weight.is_held:
+            gradient = (weight.stacked() if weight.is_stacked else weight).scatter(gradient)
+        return gradient.astype(jnp.float32)
 
     with jax.named_scope("backward"):
         return map_paths(scatter, gradients)
@@ -88,7 +91,7 @@ def finish(plan: Plan, layout: Layout, gradients: Params) -> Params:
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
-    return shards.gathered_once(plan, layout, scatters=lambda num_layers: (1, num_layers))
+    return shards.held(plan, layout)
 
 
 # --- rules -----------------------------------------------------------------------------------

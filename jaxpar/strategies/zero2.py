@@ -35,8 +35,10 @@ from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel
 from jaxpar.model.transformer import Params
 from jaxpar.strategies import shards, zero1
+from jaxpar.strategies.pipeline.arrays import pick
 from jaxpar.strategies.plan import Plan
-from jaxpar.strategies.shards import AXIS, Weight, is_param, map_paths, path_of, use
+from jaxpar.strategies.runs import runs_of
+from jaxpar.strategies.shards import AXIS, Weight, is_param, map_paths, path_of, row, use
 from jaxpar.strategies.strategy import Card, Expected, Layout, Strategy, Variant
 
 CARD = Card(
@@ -73,11 +75,20 @@ def start(
 ) -> tuple[Params, Parallel]:
     """The step computes with whole weights, and differentiates with respect to shards of them."""
     weights = shards.weights(plan, layout)
-    whole = zero1.gather_once(plan, layout, params)
+    params, parallel = zero1.start(plan, layout, params, parallel)
+    whole = zero1.gather_once(plan, layout, params, are_held=False)
 
     def in_reduce_dtype(path: str, shard: Array) -> Array:
         # Nobody reads its values: it says where the gradient goes, and in which dtype.
         return shard.astype(weights[path].reduce_dtype) if path in whole else shard
+
+    def of_chunk(chunk: Array) -> Parallel:
+        v = plan.num_virtual_stages
+        mine = {
+            path: pick(w.reshape(v, -1, *w.shape[1:]), chunk) if path in staged else w
+            for path, w in whole.items()
+        }
+        return replace(hooked, scan=partial(scan, whole=mine))
 
     def gather(state: nnx.State) -> nnx.State:
         def one(param: nnx.Variable[Array]) -> nnx.Variable[Array]:
@@ -88,7 +99,9 @@ def start(
 
         return jax.tree.map(one, state, is_leaf=is_param)
 
-    def scan(body: Callable[..., Any], x_BSD: Array, stacked: nnx.State) -> tuple[Array, Any]:
+    def scan(
+        body: Callable[..., Any], x_BSD: Array, stacked: nnx.State, whole: dict[str, Array] = whole
+    ) -> tuple[Array, Any]:
         paths = [path_of(param) for param in jax.tree.leaves(stacked, is_leaf=is_param)]
         leaves, structure = jax.tree.flatten(stacked)
 
@@ -103,20 +116,25 @@ def start(
 
         return lax.scan(turn, x_BSD, (leaves, [whole.get(path) for path in paths]))
 
-    return map_paths(in_reduce_dtype, params), replace(parallel, gather=gather, scan=scan)
-
-
-def finish(plan: Plan, layout: Layout, gradients: Params) -> Params:
-    """Sums of gradients, as scattered all along, float32."""
-    return jax.tree.map(lambda gradient: gradient.astype("float32"), gradients)
+    staged = {placed.parameter.path for placed in layout if "pipe" in placed.split_axes}
+    hooked = replace(parallel, gather=gather, scan=scan)
+    if staged:
+        hooked = replace(hooked, of_chunk=of_chunk)
+    return map_paths(in_reduce_dtype, params), hooked
 
 
 # --- closed form -----------------------------------------------------------------------------
 
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
-    m = plan.num_accumulation_steps
-    return shards.gathered_once(plan, layout, scatters=lambda num_layers: (m * num_layers, 1))
+    runs, rows = runs_of(plan, config), shards.held(plan, layout)
+    for placed in shards.passing(plan, layout):
+        L, n = shards.num_layers(placed), shards.layers_per_run(placed, plan)
+        rows.append(row("all-gather", "forward", placed, plan, count=1, of=L, why="use"))
+        if placed.is_trained:
+            count, why = runs.backwards * n, "gradient of"
+            rows.append(row("reduce-scatter", "backward", placed, plan, count=count, of=1, why=why))
+    return rows
 
 
 STRATEGY = Strategy(
@@ -127,7 +145,7 @@ STRATEGY = Strategy(
     check=shards.check,
     splits=shards.splits,
     start=start,
-    finish=finish,
+    finish=zero1.finish,
     expected=expected,
     variants=(
         Variant(name="zero2", mesh="fsdp=8", fields={"zero": 2, "num_accumulation_steps": 2}),

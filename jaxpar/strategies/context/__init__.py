@@ -130,7 +130,7 @@ def token_order(plan: Plan) -> npt.NDArray[np.int32] | None:
 
 def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     where = sequence_layout(plan)
-    runs, n = runs_of(plan, config.num_layers), where.num_ranks
+    runs, n = runs_of(plan, config), where.num_ranks
     local_tokens = plan.local_batch_size * plan.seq_len // (n * where.num_slices)
     compute = plan.compute_bytes, DTYPES[plan.compute_dtype]
     reduce = plan.reduce_bytes, DTYPES[plan.reduce_dtype]

@@ -1,7 +1,8 @@
 """Pipeline parallelism: the layers are split, and micro-batches go through the devices in turn.
 
 What is split    the layers, in p·v equal chunks, v of them on each of p stages: stage r holds the
-                 chunks r, r + p, ... Embedding, last norm and output are whole on every stage.
+                 chunks r, r + p, ... Embedding, dense layers before layers with experts, last norm
+                 and output are whole on every stage.
 Why              a model too large for one device, over links that are slow: only activations at
                  the cuts are sent, and every layer's weights stay where they are.
 What it costs    stages wait while the pipeline fills and drains: of the time of m micro-batches a
@@ -32,16 +33,17 @@ Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021, §2.2; Qi et al. 2023 
 
 from __future__ import annotations
 
-from jaxpar.errors import PlanError, nearest_divisors
+from jaxpar.errors import PlanError
 from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.strategies.pipeline.builders import BUILDERS
-from jaxpar.strategies.pipeline.choice import AXIS, schedule_of
+from jaxpar.strategies.pipeline.choice import AXIS, num_staged, schedule_of
 from jaxpar.strategies.pipeline.program import phases
 from jaxpar.strategies.pipeline.schedule import Schedule
 from jaxpar.strategies.pipeline.stage import STACK as STACK
 from jaxpar.strategies.pipeline.stage import in_layer_order as in_layer_order
 from jaxpar.strategies.pipeline.stage import in_stage_order as in_stage_order
 from jaxpar.strategies.pipeline.stage import loss_and_gradients as loss_and_gradients
+from jaxpar.strategies.pipeline.stage import to_stage as to_stage
 from jaxpar.strategies.plan import DTYPES, Plan
 from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
 
@@ -80,9 +82,6 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
 
 # --- rules -----------------------------------------------------------------------------------
 
-WITHOUT = {"fsdp": "data", "expert": "data"}
-"""Axes that no stage can use yet, and which can take their devices."""
-
 
 def check(config: ModelConfig, plan: Plan) -> None:
     p, v = plan.size(AXIS), plan.num_virtual_stages
@@ -93,21 +92,15 @@ def check(config: ModelConfig, plan: Plan) -> None:
             f"{v} say how a pipeline runs over axis pipe, and this mesh has pipe=1 ({plan.mesh}). "
             f"Give the mesh a pipe axis, or leave these fields out."
         )
-    for axis, other in WITHOUT.items():
-        if plan.size(axis) > 1:
-            raise PlanError(
-                f"The mesh has pipe={p} and {axis}={plan.size(axis)}, and no stage of a pipeline "
-                f"works over axis {axis} here. Use axis {other} in its place. Nearest sizes of "
-                f"axis {axis}: 1."
-            )
     _check_fields(config, plan)
-    if config.num_layers < p * v:
-        sizes = nearest_divisors(config.num_layers, p, lambda d: d <= config.num_layers)
-        right = f"num_virtual_stages: {config.num_layers // p}"
+    if (L := num_staged(config)) < p * v:
+        dense = config.num_dense_layers
+        right = f"num_virtual_stages: {L // p}" if p <= L else f"sizes of axis pipe: {L}"
         raise PlanError(
-            f"{config.name}: num_layers={config.num_layers} are too few for pipe={p} stages with "
-            f"num_virtual_stages={v} chunks on each: every chunk has a layer. Nearest "
-            f"{right if config.num_layers >= p else f'sizes of axis pipe: {sizes}'}."
+            f"{config.name}: num_layers={config.num_layers}"
+            f"{f' without num_dense_layers={dense}, which go with the embedding,' * bool(dense)} "
+            f"are too few for pipe={p} stages with num_virtual_stages={v} chunks on each: every "
+            f"chunk has a layer. Nearest {right}."
         )
     schedule = schedule_of(plan)
     for field, have, want in (
@@ -137,21 +130,16 @@ def _check_fields(config: ModelConfig, plan: Plan) -> None:
             f"has one chunk of layers on each stage. Use schedule='interleaved'. Nearest "
             f"num_virtual_stages: 1."
         )
-    for field, default in (("frozen", ()), ("overlap_gradients", False)):
-        if getattr(plan, field) != default:
-            raise PlanError(
-                f"{field}={getattr(plan, field)!r} with pipe={plan.size(AXIS)}: no stage of a "
-                f"pipeline does that here. Leave it at {default!r}, or leave out axis pipe."
-            )
-    if config.num_experts:
+    if plan.overlap_gradients:
         raise PlanError(
-            f"{config.name} has num_experts={config.num_experts} and pipe={plan.size(AXIS)}: no "
-            f"stage of a pipeline has experts here. Nearest sizes of axis pipe: 1."
+            f"overlap_gradients=True with pipe={plan.size(AXIS)} would reduce a layer's gradient "
+            f"in every slot with a backward, and a stage, whose gradients add up over all slots, "
+            f"reduces it once per step. Leave overlap_gradients at False."
         )
 
 
 def splits(parameter: Parameter, plan: Plan) -> dict[str, str]:
-    return {"layers": AXIS} if parameter.num_stacked else {}
+    return {"layers": AXIS} if parameter.path.startswith(f"{STACK}/") else {}
 
 
 def _variant(schedule: str, mesh: str, model: str | None = None, **fields: int) -> Variant:

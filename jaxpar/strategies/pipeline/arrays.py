@@ -22,7 +22,8 @@ def zeros(like: Any, axes: Iterable[str] | None = None) -> Array:
 
 def zeros_for_sum(parameter: Array) -> Array:
     """To add gradients of a parameter to, in float32 if it is narrower itself."""
-    return zeros(parameter).astype(jnp.promote_types(parameter.dtype, jnp.float32))
+    nothing = zeros(parameter)
+    return nothing.astype(jnp.float32) if parameter.dtype.itemsize < 4 else nothing
 
 
 def plus(total: Array, summand: Array) -> Array:

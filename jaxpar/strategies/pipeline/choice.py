@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from jaxpar.model.config import ModelConfig
 from jaxpar.strategies.pipeline.builders import build
 from jaxpar.strategies.pipeline.schedule import Schedule
 from jaxpar.strategies.plan import Plan
@@ -39,18 +40,25 @@ def _built(name: str, num_stages: int, num_microbatches: int, num_virtual_stages
     )
 
 
-def always_computes(plan: Plan) -> bool:
+def always_computes(config: ModelConfig, plan: Plan) -> bool:
     """Whether stages communicate by themselves, so that none may leave out what others do."""
-    return any(
-        size > 1 for axis, size in plan.mesh.named_axes.items() if axis not in (AXIS, *SILENT_AXES)
-    )
+    silent = {AXIS}
+    if not (config.balance_weight and config.balance == "batch"):  # which counts over all of them
+        silent |= {"slice", "data"} | ({"fsdp"} if holds_weights(plan) else set())
+    return any(size > 1 for axis, size in plan.mesh.named_axes.items() if axis not in silent)
 
 
-SILENT_AXES = ("slice", "data")
-"""Axes over which nothing is sent inside of a stage."""
+def holds_weights(plan: Plan) -> bool:
+    """Whether a stage keeps its layers' weights, once gathered over fsdp, for all of its slots."""
+    return plan.zero == 1 or (plan.zero == 3 and not plan.reshard_after_forward)
 
 
 # --- layers ------------------------------------------------------------------------------------
+
+
+def num_staged(config: ModelConfig) -> int:
+    """Layers that stages divide among them; dense ones before experts stay with the embedding."""
+    return config.num_layers - config.num_dense_layers
 
 
 def layers_per_chunk(num_layers: int, num_chunks: int) -> int:

@@ -44,11 +44,14 @@ class Chunk(NamedTuple):
     """The chunk of the model a stage is asked to run, with Python's bools where they are known.
 
     number: counted from the embedding over all stages, int32 scalar.
+    place: among the stage's own chunks, int32 scalar.
     is_first, is_last: whether it embeds tokens, and whether it scores.
-    is_repeated: whether a forward has run before, for the other stages.
+    is_repeated: whether a forward has run before, for the other stages; that one needed only the
+        output.
     """
 
     number: Array
+    place: Array
     is_first: bool | Array
     is_last: bool | Array
     is_repeated: bool
@@ -131,7 +134,8 @@ class _Run:
         """Zeros of every kind, varying over the axes that what replaces them varies over."""
 
         def run(x: Array | None, *, is_first: bool, is_last: bool) -> Any:
-            chunk = Chunk(self.index(jnp.int32(0)), is_first, is_last, False)
+            place = jnp.int32(0)
+            chunk = Chunk(self.index(place), place, is_first, is_last, is_last)
             layers, micro_batch = arrays.pick(self.layers, 0), arrays.pick(self.batch, 0)
             return self.executor.stage(self.shared, layers, x, micro_batch, chunk)
 
@@ -218,7 +222,7 @@ class _Run:
         index = self.index(row.forward_chunk)
 
         def run(is_first: bool | Array) -> Array:
-            chunk = Chunk(index, is_first, False, False)
+            chunk = Chunk(index, row.forward_chunk, is_first, False, False)
             y, _, _ = self.executor.stage(self.shared, layers, x, micro_batch, chunk)
             return vary(y, self.x_axes)
 
@@ -237,7 +241,7 @@ class _Run:
             is_first: bool | Array, is_last: bool | Array, one: Array, dy: Array
         ) -> tuple[Total, Array]:
             """What to add to the total, and dx, if the loss counts `one` times and y gets `dy`."""
-            chunk = Chunk(index, is_first, is_last, True)
+            chunk = Chunk(index, row.backward_chunk, is_first, is_last, True)
 
             def stage(shared: Any, layers: Any, x: Array) -> tuple[tuple[Array, Array], Any]:
                 y, loss, stats = self.executor.stage(shared, layers, x, micro_batch, chunk)
