@@ -175,7 +175,7 @@ def take_tour(
 
 
 class Trained(NamedTuple):
-    """Losses and gradient norms of all steps, float32 [num_steps], and the final parameters.
+    """Losses and gradient norms of all steps, float32 [num_steps]; parameters after and before.
 
     The norms are there because Adam forgives a gradient that is wrong by a factor.
     """
@@ -183,6 +183,7 @@ class Trained(NamedTuple):
     losses: np.ndarray
     gradient_norms: np.ndarray
     params: Params
+    start: Params
 
 
 def take_row(name: str, step: TrainStep, batches: Sequence[Batch], reference: Trained) -> Row:
@@ -195,7 +196,9 @@ def take_row(name: str, step: TrainStep, batches: Sequence[Batch], reference: Tr
         audit(compiled, mesh=step.plan.mesh.all_axes),
     )
     trained = train(
-        step.init(seed=0), lambda state, batch: compiled(state, step.place(batch)), batches
+        step.init_from(reference.start),
+        lambda state, batch: compiled(state, step.place(batch)),
+        batches,
     )
     return Row(
         strategy=name,
@@ -214,11 +217,12 @@ def train(
 ) -> Trained:
     """Run one step per batch, whoever runs it."""
     losses, norms = [], []
+    start = jax.tree.map(np.array, state.params)  # a copy: the first step reuses the memory
     for batch in batches:
         state, metrics = run(state, batch)
         losses.append(metrics.loss)
         norms.append(metrics.gradient_norm)
-    return Trained(np.array(losses), np.array(norms), jax.device_get(state.params))
+    return Trained(np.array(losses), np.array(norms), jax.device_get(state.params), start)
 
 
 def _chosen(only: Sequence[str]) -> list[Variant]:

@@ -19,7 +19,7 @@ from jaxpar.strategies.context.layout import SequenceLayout
 from jaxpar.text import Batch
 from jaxpar.tour import default_optimizer, take_row, train
 from tests import context_helpers as one
-from tests.helpers import BATCH_SIZE, SEQ_LEN, SMALL, batches, corpus, plan, reference, step
+from tests.helpers import BATCH_SIZE, SEQ_LEN, SMALL, batches, corpus, plan, reference, start, step
 from tests.test_closed_forms import executions
 
 NUM_STEPS = 10
@@ -95,7 +95,7 @@ def test_positions_and_documents_matter():
     explicit = step("context=2", **PACKED)
     init = functools.partial(reference_init, SMALL, default_optimizer())
     want = first_loss(init(), batch)
-    assert first_loss(explicit.init(), batch, explicit) == pytest.approx(want, rel=1e-5)
+    assert first_loss(start(explicit), batch, explicit) == pytest.approx(want, rel=1e-5)
     blind = batch._replace(segments_BS=None)
     assert first_loss(init(), blind) != pytest.approx(want, rel=1e-4)
 
@@ -148,7 +148,7 @@ def test_a_device_without_any_valid_token_gives_no_nan():
     late = np.arange(SEQ_LEN) >= SEQ_LEN // 2
     batch = Batch(*(np.where(late, 0, x).astype(x.dtype) for x in batch))
     want = train(reference_init(SMALL, default_optimizer()), plain(), [batch])
-    got = train(explicit.init(), explicit, [batch])
+    got = train(start(explicit), explicit, [batch])
     np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
     np.testing.assert_allclose(got.gradient_norms, want.gradient_norms, rtol=1e-5)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(got.params))
@@ -311,7 +311,7 @@ def test_fault_in_a_step_is_seen(name, monkeypatch):
     assert hasattr(home, attribute)
     monkeypatch.setattr(home, attribute, wrong)
     explicit = step("context=2", **PACKED)
-    assert first_loss(explicit.init(), batch, explicit) != pytest.approx(want, rel=1e-4)
+    assert first_loss(start(explicit), batch, explicit) != pytest.approx(want, rel=1e-4)
 
 
 def test_a_gradient_not_reduced_over_the_context_does_not_trace(monkeypatch):

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.errors import PlanError
 from jaxpar.numerics import first_difference, relative_error
 from jaxpar.tour import LOSS_TOLERANCE, PARAMETER_TOLERANCE, train
-from tests.helpers import SMALL, TIED, batches, reference, step
+from tests.helpers import SMALL, TIED, batches, reference, start, step
 
 NUM_STEPS = 10
 
@@ -50,7 +51,7 @@ CASES = {
 )
 def test_equals_one_device(mesh, fields):
     explicit = step(mesh, **fields)
-    losses, norms, params = train(explicit.init(), explicit, batches(NUM_STEPS))
+    losses, norms, params, _ = train(start(explicit), explicit, batches(NUM_STEPS))
     want = reference(SMALL, NUM_STEPS)
     assert relative_error(losses, want.losses) <= LOSS_TOLERANCE
     assert relative_error(norms, want.gradient_norms) <= LOSS_TOLERANCE
@@ -62,7 +63,7 @@ def test_equals_one_device(mesh, fields):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tied_embedding_and_gelu(mesh, sequence):
     explicit = step(mesh, TIED, sequence=sequence)
-    trained, want = train(explicit.init(), explicit, batches(3)), reference(TIED, 3)
+    trained, want = train(start(explicit), explicit, batches(3)), reference(TIED, 3)
     assert relative_error(trained.losses, want.losses) <= LOSS_TOLERANCE
     assert relative_error(trained.params, want.params) <= PARAMETER_TOLERANCE
 
@@ -71,7 +72,7 @@ def test_same_configuration_twice_is_bit_identical():
     runs = []
     for _ in range(2):
         explicit = step("fsdp=2,tensor=2", sequence=True)
-        runs.append(train(explicit.init(), explicit, batches(3)))
+        runs.append(train(start(explicit), explicit, batches(3)))
     assert first_difference(*runs) is None
 
 
@@ -84,9 +85,19 @@ def test_initial_parameters_do_not_depend_on_the_mesh():
     assert first_difference(one, other) is not None
 
 
+def test_a_state_of_given_parameters():
+    given = reference(SMALL, 0).start
+    on_mesh = step("fsdp=4,tensor=2").init_from(given)
+    assert first_difference(jax.device_get(on_mesh), jax.device_get(step("data=1").init())) is None
+    with pytest.raises(
+        PlanError, match=r"params.* is \(2, 32, 2, 4\), and tied has \(2, 32, 8, 4\)"
+    ):
+        step("data=2", TIED).init_from(given)
+
+
 def test_copies_of_whole_parameters_stay_bit_equal():
     explicit = step("data=2,tensor=4")
-    state = explicit.init()
+    state = start(explicit)
     for batch in batches(NUM_STEPS):
         state, _ = explicit(state, batch)
     for placed in explicit.layout:
@@ -102,14 +113,14 @@ def test_copies_of_whole_parameters_stay_bit_equal():
 
 def test_bfloat16_compute_stays_close():
     explicit = step("data=2,tensor=4", compute_dtype="bfloat16", sequence=True)
-    losses = train(explicit.init(), explicit, batches(3)).losses
+    losses = train(start(explicit), explicit, batches(3)).losses
     assert relative_error(losses, reference(SMALL, 3).losses) < 2e-2
 
 
 def test_metrics_count_valid_tokens_once():
     explicit = step("data=2,fsdp=2,tensor=2", num_accumulation_steps=2)
     batch = batches(1)[0]
-    _, metrics = explicit(explicit.init(), batch)
+    _, metrics = explicit(start(explicit), batch)
     assert int(metrics.num_tokens) == int((batch.mask_BS != 0).sum())
     per_device = (batch.mask_BS != 0).reshape(4, -1).sum(axis=1)
     assert len(set(per_device.tolist())) > 1, "devices have to hold unequal numbers of tokens"
@@ -117,8 +128,8 @@ def test_metrics_count_valid_tokens_once():
 
 def test_two_steps_in_one_process_do_not_disturb_each_other():
     first, second = step("data=2"), step("tensor=4", dataclasses.replace(SMALL, name="other"))
-    alone = train(first.init(), first, batches(3))
-    states = [first.init(), second.init()]
+    alone = train(start(first), first, batches(3))
+    states = [start(first), start(second)]
     for batch in batches(3):
         states = [run(state, batch)[0] for run, state in zip((first, second), states, strict=True)]
     assert first_difference(jax.device_get(states[0].params), alone.params) is None

@@ -18,7 +18,7 @@ from jaxpar.numerics import first_difference
 from jaxpar.strategies import offload
 from jaxpar.tour import take_row, train
 from jaxpar.train import TrainStep
-from tests.helpers import SMALL, TIED, batches, plan, reference, step
+from tests.helpers import SMALL, TIED, batches, plan, reference, start, step
 
 MOE = preset("tiny-moe")
 OPTIMIZER = {"offload": "optimizer"}
@@ -101,7 +101,7 @@ def test_whole_step():
 def offloaded():
     """A step with its optimizer in host memory, and the state after two of them."""
     explicit = step("data=2", **OPTIMIZER)
-    state = explicit.init()
+    state = start(explicit)
     assert memory_of(state.opt_state[0].mu) == memory_of(state.opt_state[0].nu) == {offload.HOST}
     for batch in batches(2):
         state, _ = explicit(state, batch)
@@ -138,7 +138,7 @@ def test_moments_on_disk_train_the_same(tmp_path):
     for batch in batches(3):
         state, metrics = on_disk(state, batch)
         losses.append(metrics.loss)
-    want = train(explicit.init(), explicit, batches(3))
+    want = train(start(explicit), explicit, batches(3))
     assert first_difference(np.array(losses), want.losses) is None
     assert first_difference(jax.device_get(state.params), want.params) is None
 
@@ -244,7 +244,7 @@ def test_state_that_does_not_come_back_is_refused_when_it_runs(monkeypatch):
     monkeypatch.setattr(offload, "fetch", lambda optimizer, opt_state: opt_state)
     explicit = step("data=1", **OPTIMIZER)
     with pytest.raises((TypeError, ValueError), match="memory"):
-        explicit(explicit.init(), batches(1)[0])
+        explicit(start(explicit), batches(1)[0])
 
 
 # --- what a backend makes of it ----------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar import TrainStep
 from jaxpar.errors import PlanError
-from tests.helpers import SMALL, batches, plan, step
+from tests.helpers import SMALL, batches, plan, start, step
 
 BEYOND_ELEMENTS = {
     "lamb": optax.lamb(1e-3),
@@ -45,7 +45,7 @@ def test_elementwise_optimizers_are_welcome(optimizer):
 
 def test_a_used_state_is_refused_and_the_new_one_goes_on():
     explicit = step("data=2")
-    state, (batch,) = explicit.init(), batches(1)
+    state, (batch,) = start(explicit), batches(1)
     new, _ = explicit(state, batch)
     with pytest.raises(PlanError, match="given to an earlier step"):
         explicit(state, batch)
@@ -55,7 +55,7 @@ def test_a_used_state_is_refused_and_the_new_one_goes_on():
 def test_a_batch_without_valid_tokens_is_refused():
     explicit, (batch,) = step("data=2"), batches(1)
     with pytest.raises(PlanError, match="no token to divide the loss by"):
-        explicit(explicit.init(), batch._replace(mask_BS=np.zeros_like(batch.mask_BS)))
+        explicit(start(explicit), batch._replace(mask_BS=np.zeros_like(batch.mask_BS)))
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "0", True])
@@ -85,4 +85,4 @@ def test_the_program_is_called_what_it_is():
 def test_a_state_of_something_else_is_refused(spoil, message):
     explicit, (batch,) = step("data=2"), batches(1)
     with pytest.raises(PlanError, match=message):
-        explicit(spoil(explicit.init()), batch)
+        explicit(spoil(start(explicit)), batch)
