@@ -179,6 +179,25 @@ class TrainStep:
         require_whole(PlanError, "seed", seed, at_least=0)
         return run_once(partial(self._init, seed), self.shardings)
 
+    def init_from(self, params: Params) -> TrainState:
+        """A fresh state of given parameters: whole float32 arrays, layers in their order [L, ..].
+
+        That is how `in_layer_order` returns them, and one device has them. Raises PlanError for
+        those of another model.
+        """
+        want, have = (
+            {jax.tree_util.keystr(path): np.shape(p) for path, p in jax.tree.leaves_with_path(tree)}
+            for tree in (jax.eval_shape(partial(init_params, self.config, 0)), params)
+        )
+        for path in want | have:
+            if want.get(path) != have.get(path):
+                raise PlanError(
+                    f"params{path} is {shown(have.get(path, 'missing'))}, and {self.config.name} "
+                    f"has {shown(want.get(path, 'no such parameter'))} there. Give whole arrays as "
+                    f"step.in_layer_order(jax.device_get(state.params)) returns them."
+                )
+        return run_once(self._start, self.shardings, params)
+
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step on a global batch (tokens, labels, mask: [batch_size, seq_len] each).
 
@@ -319,7 +338,10 @@ class TrainStep:
     # --- what one device does ----------------------------------------------------------------
 
     def _init(self, seed: int) -> TrainState:
-        params = pipeline.in_stage_order(init_params(self.config, seed), self.config, self.plan)
+        return self._start(init_params(self.config, seed))
+
+    def _start(self, params: Params) -> TrainState:
+        params = pipeline.in_stage_order(params, self.config, self.plan)
         return TrainState(params, self.optimizer.init(self._trained(params)))
 
     def _trained(self, params: Params) -> Params:
@@ -392,12 +414,12 @@ class TrainStep:
         return balance_experts(self.config, state, new_state, own_stats)
 
 
-def run_once(make: Callable[[], Any], shardings: Any = None) -> Any:
+def run_once(make: Callable[..., Any], shardings: Any = None, *args: Any) -> Any:
     """What `make` returns, computed under jit with these output shardings."""
     # Optimising a random number generator takes a CPU several seconds, and running it none.
     on_cpu = jax.default_backend() == "cpu"
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
-    return jax.jit(make, out_shardings=shardings, compiler_options=options)()
+    return jax.jit(make, out_shardings=shardings, compiler_options=options)(*args)
 
 
 def token_loss(
