@@ -21,8 +21,9 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -159,11 +160,15 @@ class CheckpointFolder:
         Each process reads what its own devices hold. Raises CheckpointError for what is damaged.
         """
         self.wait()
+        before = sys.unraisablehook
+        sys.unraisablehook = partial(_unless_late, before)
         try:
             args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(abstract)})
-            return self._orbax.restore(self.folder(number), args=args)[_STATE]
+            found = self._orbax.restore(self.folder(number), args=args)[_STATE]
         except Exception as error:  # whatever orbax, tensorstore and zarr find wrong with a file
             raise self._damaged(number, _reason(error)) from error
+        sys.unraisablehook = before
+        return found
 
     def close(self) -> None:
         """Wait for the last save, and let others save here."""
@@ -255,10 +260,14 @@ def _reason(error: BaseException) -> str:
     """One line; orbax and tensorstore write long ones, with source locations."""
     text = getattr(error, "strerror", None) or str(error)
     line = next(iter(text.strip().splitlines()), "")
-    return (
-        f"{re.sub(r' *[[]source locations=.*', '', line)[:300]}".rstrip(". ")
-        or type(error).__name__
-    )
+    line = re.sub(r" *\[source locations=.*", "", line)[:300].rstrip(". ")
+    return line or type(error).__name__
+
+
+def _unless_late(before: Callable[[Any], None], problem: Any) -> None:
+    """Reads that go on after another one has failed find nobody who waits for them."""
+    if str(problem.exc_value) != "Event loop is closed":
+        before(problem)
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
