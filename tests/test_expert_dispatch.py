@@ -145,8 +145,8 @@ def test_ragged_exchange_moves_what_the_padded_one_does(monkeypatch):
 
 # --- faults ------------------------------------------------------------------------------------
 
-A2A, COMBINE, GROUPED = (
-    expert_dispatch.all_to_all, expert_dispatch.combine, expert_dispatch.grouped,
+A2A, COMBINE, GROUPED, ROUTE = (
+    expert_dispatch.all_to_all, expert_dispatch.combine, expert_dispatch.grouped, routing.route,
 )  # fmt: skip
 
 
@@ -172,6 +172,8 @@ FAULTS = {
     "places counted over the batch instead of the sequence": (
         "capacity, position", "slots",
         lambda r: routing.slots(r) + jnp.arange(r.expert_BSK.shape[0])[:, None, None]),
+    "padding sent to experts": (
+        "dropless", "route", lambda x, bias, mask, **how: ROUTE(x, bias, mask**0, **how)),
     "outputs given back in the order they were sorted in": (
         "dropless", "grouped", lambda x, count, w: GROUPED(x[::-1], count, w)),
 }  # fmt: skip
@@ -181,8 +183,9 @@ FAULTS = {
 def test_fault_changes_the_numbers(name, monkeypatch):
     form, attribute, wrong = FAULTS[name]
     want = at_home(form, "softmax")
-    assert hasattr(expert_dispatch, attribute)
-    monkeypatch.setattr(expert_dispatch, attribute, wrong)
+    home = routing if attribute == "route" else expert_dispatch
+    assert hasattr(home, attribute)
+    monkeypatch.setattr(home, attribute, wrong)
     got = on_mesh("expert=4", *FORMS[form], "softmax")(*arrays(), NUMBER)
     assert error(got, want) > 1e-3
 
