@@ -170,7 +170,8 @@ def require_all_devices(mesh: str, num_devices: int, devices: list[jax.Device]) 
 
 def _processes_for(num_devices: int, num_local: int) -> str:
     if num_devices % num_local == 0:
-        return f"{num_devices // num_local} processes"
+        num = num_devices // num_local
+        return f"{num} process" + "es" * (num > 1)
     return f"as many processes, with as many devices each, as multiply to {num_devices}"
 
 
@@ -179,7 +180,7 @@ def _place() -> Place | None:
     """What the launcher said, read once and taken away: children of this process are no ranks."""
     try:
         place = read_place()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, AttributeError):
         raise ProcessesError(
             f"{VARIABLE} is set to {os.environ.get(VARIABLE)!r}, and only jaxpar launch sets it. "
             f"Unset it."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,14 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from launch_helpers import ROOT, assert_nothing_left, finish, report, start, wait_for
 
-import jaxpar
 from jaxpar.launch import Launch, LaunchError
 from jaxpar.launch.output import MAX_LINE, NUM_LINES, Stream, Tail
 from jaxpar.launch.supervisor import SETTLE_S, waits_in_jax
 from jaxpar.launch.watch import DEFAULT_STALL_S, FOLLOW_S, Watch
-
-ROOT = Path(jaxpar.__file__).parent.parent
 
 PRELUDE = (
     f"""
@@ -39,59 +36,13 @@ def orphan():  # a child in a session of its own, without a parent
 )
 
 
-def start(program: str, *options: str, num: int = 2) -> subprocess.Popen[str]:
-    """`jaxpar launch` on ranks that run `program`, in the folder of the test."""
+def start_ranks(program: str, *options: str, num: int = 2) -> subprocess.Popen[str]:
     Path("ranks.py").write_text(PRELUDE + program)
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "jaxpar", "launch", "-n", str(num), *options),
-            *("--json", "launch.json", "--", "python", "ranks.py"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
-def finish(launch: subprocess.Popen[str], within_s: float = 20) -> tuple[int, str, str]:
-    """Exit code, output and errors; nothing may be left of it."""
-    out, err = launch.communicate(timeout=within_s)
-    assert_nothing_left()
-    return launch.returncode, out, err
+    return start(["python", "ranks.py"], *options, num=num)
 
 
 def run(program: str, *options: str, num: int = 2) -> tuple[int, str, str]:
-    return finish(start(program, *options, num=num))
-
-
-def wait_for(name: str) -> None:
-    deadline = time.monotonic() + 15
-    while not Path(name).exists():
-        assert time.monotonic() < deadline, f"no {name}"
-        time.sleep(0.01)
-
-
-def assert_nothing_left() -> None:
-    """No process of this test, whose folder all of them work in."""
-    deadline = time.monotonic() + 10
-    while left := [
-        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_ours(pid)
-    ]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
-
-
-def is_ours(pid: int) -> bool:
-    try:
-        here = os.readlink(f"/proc/{pid}/cwd") == os.getcwd()
-        return here and pid != os.getpid()
-    except OSError:
-        return False
-
-
-def report() -> dict:
-    return json.loads(Path("launch.json").read_text())
+    return finish(start_ranks(program, *options, num=num))
 
 
 # --- going well --------------------------------------------------------------------------------
@@ -241,7 +192,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_all(number):
-    launch = start(SLEEPER)
+    launch = start_ranks(SLEEPER)
     wait_for("ready-0"), wait_for("ready-1")
     launch.send_signal(number)
     code, _, err = finish(launch)
@@ -251,7 +202,7 @@ def test_signals_end_all(number):
 
 
 def test_who_listens_has_time_to_stop():
-    launch = start(
+    launch = start_ranks(
         """
 place.tell("listens")
 stopping = []
@@ -270,7 +221,7 @@ print("checkpoint left")
 
 
 def test_a_second_signal_ends_who_does_not_listen_at_once():
-    launch = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER)
+    launch = start_ranks("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER)
     wait_for("ready-0"), wait_for("ready-1")
     started = time.monotonic()
     launch.send_signal(signal.SIGINT)
@@ -281,7 +232,7 @@ def test_a_second_signal_ends_who_does_not_listen_at_once():
 
 
 def test_the_launcher_killed_takes_all_along():
-    launch = start(SLEEPER)
+    launch = start_ranks(SLEEPER)
     wait_for("ready-0"), wait_for("ready-1")
     launch.kill()
     launch.communicate(timeout=10)
@@ -289,7 +240,7 @@ def test_the_launcher_killed_takes_all_along():
 
 
 def test_the_supervisor_killed_is_noticed():
-    launch = start(SLEEPER)
+    launch = start_ranks(SLEEPER)
     wait_for("ready-0"), wait_for("ready-1")
     (supervisor,) = map(
         int, Path(f"/proc/{launch.pid}/task/{launch.pid}/children").read_text().split()
