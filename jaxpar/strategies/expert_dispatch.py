@@ -55,9 +55,9 @@ def in_chunks(
 ) -> list[Array]:
     """`back(i, compute(i, there(i, chunk)))` of each chunk i, with exchanges beside `compute`.
 
-    While chunk i is computed, chunk i + 1 comes and the outputs of chunk i - 1 go. Barriers keep XLA
-    from running exchanges before all computation: `there` of chunk i + 2 waits for `compute` of
-    chunk i, and of chunk 1 for that of chunk 0. Transposed, they do the same for the backward.
+    While chunk i is computed, chunk i + 1 comes and the outputs of chunk i - 1 go. Barriers keep
+    XLA from running exchanges before all computation: `there` of chunk i + 2 waits for `compute` of
+    chunk i, and that of chunk 1 for that of chunk 0. Transposed, they do so for the backward.
     """
     waiting = list(chunks)
     arrived, outputs = [there(0, waiting[0])], list[Array]()
