@@ -157,6 +157,54 @@ def explain(
 
 
 @app.command()
+def recipe(
+    name: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="large-dense, moe, ...; none: list them.")
+    ] = None,
+    model: Model = "llama-3-8b",
+    devices: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 64,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices that share the fastest links; 8.")
+    ] = None,
+    tensor: Annotated[int | None, typer.Option(min=1, help="Size of this axis.")] = None,
+    pipe: Annotated[int | None, typer.Option(min=1, help="Size of this axis.")] = None,
+    expert: Annotated[int | None, typer.Option(min=1, help="Size of this axis.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Size of this axis.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 512,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    other: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Any other field of the plan."),
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """A usual combination of strategies for a model on a cluster, and what it communicates."""
+    from jaxpar import cli_recipe
+
+    _check_writable(json_path)
+    if name is None:
+        shown, data = cli_recipe.all_recipes()
+    else:
+        sizes = {"tensor": tensor, "pipe": pipe, "expert": expert, "context": context}
+        shown, data = cli_recipe.one_recipe(
+            name,
+            model=model,
+            num_devices=devices,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            sizes=sizes | {"num_devices_per_node": devices_per_node},
+            other=other or (),
+        )
+    console = _console()
+    for part in shown:
+        if isinstance(part, Table):
+            _print_table(console, part)
+        else:
+            console.print(part, soft_wrap=True, markup=False, highlight=False)
+    _write_json(json_path, data)
+
+
+@app.command()
 def table(
     zero: Annotated[
         bool, typer.Option("--zero", help="State per device by ZeRO stage and number of devices.")
@@ -443,7 +491,7 @@ def main() -> None:
 
         Console(stderr=True).print(literal(f"jaxpar: {error}", style="red"), soft_wrap=True)
         if processes := sys.modules.get("jaxpar.processes"):
-            processes.failing(type(error).__name__)  # the others may be waiting for this one
+            processes.failing(type(error).__name__, BAD_INPUT)  # others may wait for this one
         sys.exit(getattr(error, "exit_code", BAD_INPUT))
 
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxpar import recipes
 from jaxpar.audit import audit
 from jaxpar.audit.asked import asked
 from jaxpar.audit.compare import Line, agree, compare
@@ -226,7 +227,8 @@ def train(
 
 
 def _chosen(only: Sequence[str]) -> list[Variant]:
-    every = {v.name: v for s in compose.all_strategies().values() for v in s.variants}
+    of_strategies = (v for s in compose.all_strategies().values() for v in s.variants)
+    every = {v.name: v for v in (*of_strategies, *recipes.VARIANTS)}
     for name in only:
         if name not in every:
             raise PlanError(f"The tour has no row {name!r}. {did_you_mean(name, every)}")

@@ -1,0 +1,79 @@
+"""What `jaxpar recipe` does between its options and its output."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from rich.table import Table
+
+from jaxpar.checkpoint import plan_in_words, plan_json
+from jaxpar.errors import PlanError
+from jaxpar.model.config import preset
+from jaxpar.predict.volume import expected, wire_bytes_by_axes
+from jaxpar.recipes import RECIPES, recipe
+from jaxpar.report.text import expected_table, plain_table, size
+from jaxpar.strategies.plan import Plan, plan_fields
+
+SCHEMA = "jaxpar.recipe/1"
+
+
+def all_recipes() -> tuple[list[Table | str], dict[str, Any]]:
+    """What each is, in a sentence."""
+    table = plain_table("Recipes", ["recipe"], [], ["what it is"])
+    told = {name: _about(make) for name, make in RECIPES.items()}
+    for name, about in told.items():
+        table.add_row(name, about)
+    return [table], {"schema": SCHEMA, "recipes": told}
+
+
+def one_recipe(
+    name: str,
+    *,
+    model: str,
+    num_devices: int,
+    batch_size: int,
+    seq_len: int,
+    sizes: dict[str, int | None],
+    other: Iterable[str],
+) -> tuple[list[Table | str], dict[str, Any]]:
+    """The plan that a recipe makes, and its closed form. `sizes` are the arguments of some."""
+    make, config = recipe(name), preset(model)
+    given = {size: value for size, value in sizes.items() if value is not None}
+    known = inspect.signature(make).parameters
+    if wrong := sorted(given.keys() - known.keys()):
+        raise PlanError(
+            f"recipe {name} has no axis whose size is --{wrong[0].replace('_', '-')}: "
+            f"{_about(make)}"
+        )
+    plan: Plan = make(
+        config,
+        num_devices=num_devices,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        **given,
+        **plan_fields(other),
+    )
+    rows = expected(config, plan)
+    wire = wire_bytes_by_axes(rows, plan)
+    over = "; ".join(f"{size(n)} over {','.join(axes)}" for axes, n in wire.items())
+    data = {
+        "schema": SCHEMA,
+        "recipe": name,
+        "model": config.name,
+        "plan": plan_json(plan),
+        "wire_bytes": {",".join(axes): n for axes, n in wire.items()},
+    }
+    shown = [
+        f"{name}: {_about(make)}",
+        f"Plan: {plan_in_words(plan)}",
+        expected_table(rows, f"{config.name} on {plan.mesh}, per step and device"),
+        f"On the wire: {over or 'nothing'}.",
+    ]
+    return shown, data
+
+
+def _about(make: Any) -> str:
+    paragraph = inspect.cleandoc(make.__doc__).split("\n\n")[0]
+    return " ".join(paragraph.split())
