@@ -12,6 +12,7 @@ The same script runs in one process, under `jaxpar launch`, and on a cluster:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import os
@@ -45,6 +46,9 @@ def initialize(*, detect_cluster: bool = True) -> None:
     SLURM, Open MPI, Kubernetes, Cloud TPU. Without any of them, or with detect_cluster=False,
     nothing is joined. A second call does nothing.
 
+    From then on a process that raises takes the others along: it tells the launcher, or ends at
+    once with exit code 1 (without handlers of `atexit`), which clusters are told to look for.
+
     Raises ProcessesError when JAX has started already, or cannot join what it has detected.
     """
     if jax.distributed.is_initialized():
@@ -52,6 +56,8 @@ def initialize(*, detect_cluster: bool = True) -> None:
     place = _place()
     cluster = compat.detected_cluster() if place is None and detect_cluster else None
     if place is None and cluster is None:
+        if detect_cluster:
+            _require_no_mpi()
         return
     whom = f"the {place.num_processes} processes of jaxpar launch" if place else f"the {cluster}"
     if compat.backends_are_up():
@@ -77,6 +83,7 @@ def initialize(*, detect_cluster: bool = True) -> None:
             f"This process belongs to {whom}, and could not join: {error} To train in this process "
             f"alone, call initialize(detect_cluster=False)."
         ) from error
+    _fail_at_once()
     if place is not None:
         _report_to(place)
 
@@ -195,18 +202,7 @@ def _announce(place: Place) -> None:
 
 
 def _report_to(place: Place) -> None:
-    """Let the launcher know at once what it could only guess at.
-
-    A process that raises does not end: at exit JAX waits for the others, which wait for it.
-    """
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        sys.stderr.flush()
-        place.tell("failed", why=kind.__name__)
-
-    sys.excepthook = hook
+    """Let the launcher know at once what it could only guess at."""
     # Handlers run last in, first out, so this is before JAX waits.
     atexit.register(place.tell, "leaving")
     # Where a stalled process is, on demand.
@@ -214,7 +210,43 @@ def _report_to(place: Place) -> None:
     place.tell("joined")
 
 
-def failing(why: str) -> None:
-    """Tell the launcher that this process is about to end with an error it has printed itself."""
+def _fail_at_once() -> None:
+    """A process that raises does not end: at exit JAX waits for the others, which wait for it."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        failing(kind.__name__, 1)
+
+    sys.excepthook = hook
+
+
+def failing(why: str, exit_code: int) -> None:
+    """This process is about to end with an error that it has printed; the others must not wait.
+
+    Tells the launcher. On a cluster the process ends here and now, without handlers of `atexit`, so
+    that srun, mpirun or the Job see it and end the others. In a run of one process, nothing.
+    """
     if (place := _place()) is not None:
         place.tell("failed", why=why)
+    elif jax.distributed.is_initialized():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(exit_code)
+
+
+def _require_no_mpi() -> None:
+    """Raise ProcessesError in one of several processes that JAX takes for a run of its own.
+
+    Each would train alone, and all would write to the same files.
+    """
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        num = os.environ.get(name, "")
+        if num.isdigit() and int(num) > 1:
+            raise ProcessesError(
+                f"This is one of {num} processes that MPI started ({name}), and JAX "
+                f"{jax.__version__} detects no cluster. It knows Open MPI 4; for Open MPI 5 "
+                f"it needs JAX 0.12 and `pip install mpi4py`. To train in each process alone, call "
+                f"initialize(detect_cluster=False)."
+            )

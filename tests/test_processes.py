@@ -15,22 +15,20 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from helpers import batches, step
 from jax.sharding import NamedSharding, PartitionSpec
-from launch_helpers import ENVIRONMENT, ROOT, finish, report, start
 
 from jaxpar import cli, compat, processes
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.experiment import load
 from jaxpar.launch.messages import VARIABLE
 from jaxpar.processes import ProcessesError
+from tests.helpers import batches, step
+from tests.launch_helpers import ENVIRONMENT, finish, report, start
 
 # --- the same numbers --------------------------------------------------------------------------
 
-EXPERIMENT = f"""
-import sys
-sys.path.append({str(ROOT / "tests")!r})
-from helpers import SMALL, plan
+EXPERIMENT = """
+from tests.helpers import SMALL, plan
 from jaxpar import Experiment
 from jaxpar.tour import default_optimizer
 
@@ -76,14 +74,13 @@ def test_a_launched_run_is_stopped_and_goes_on_in_one_process(tmp_path):
     np.testing.assert_allclose(float(measured.loss), here[-1][0], rtol=1e-6)
 
 
-ON_A_CLUSTER = f"""
-import json, sys
-sys.path.append({str(ROOT / "tests")!r})
+ON_A_CLUSTER = """
+import json
 import jax
 from jaxpar import MeshSpec, processes
 processes.initialize()
 processes.initialize()
-import helpers
+from tests import helpers
 
 training = helpers.step("data=2,tensor=4", sequence=True)
 grid = training.mesh.devices.reshape(2, 4)
@@ -100,14 +97,17 @@ def refused(do):
         return str(error)
 
 alone = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), training.abstract_inputs[0])
-print(json.dumps({{
+print(json.dumps({
     "process": jax.process_index(),
     "is_main": processes.is_main(),
     "processes_by_axis": [[d.process_index for d in row] for row in grid],
     "losses": losses,
     "small_mesh": refused(lambda: MeshSpec.parse("data=4").build()),
     "state_alone": refused(lambda: training(alone, helpers.batches(1)[0])),
-}}))
+}), flush=True)
+if not processes.is_main():
+    raise ValueError("planted")
+training(state, helpers.batches(1)[0])
 """
 
 
@@ -119,6 +119,7 @@ def test_a_cluster_that_jax_detects_is_joined():
         subprocess.Popen(
             [sys.executable, "train.py"],
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
             env={
                 **ENVIRONMENT,
@@ -135,11 +136,14 @@ def test_a_cluster_that_jax_detects_is_joined():
         for task in range(2)
     ]
     try:
-        outs = [task.communicate(timeout=100)[0] for task in tasks]
+        lines = [next(line for line in task.stdout if line.startswith("{")) for task in tasks]
+        # Process 1 raises, and ends although process 0 does not: srun or mpirun see to the rest.
+        assert tasks[1].wait(timeout=20) == 1
     finally:
         for task in tasks:
             task.kill()
-    said = [json.loads(out.splitlines()[-1]) for out in outs]
+            task.communicate()
+    said = [json.loads(line) for line in lines]
     assert [one["is_main"] for one in said] == [True, False]
     assert said[0]["losses"] == said[1]["losses"]
     assert said[0]["processes_by_axis"] == [[0] * 4, [1] * 4]  # outer axes cross processes
@@ -228,11 +232,11 @@ def test_one_of_two_fails_and_both_are_down(mode, how, last_line, within_s):
 def test_errors_that_the_command_line_prints_are_told_as_well(monkeypatch, capsys):
     """No exception leaves the process then, and the others may be waiting for this one."""
     told = []
-    monkeypatch.setattr(processes, "failing", told.append)
+    monkeypatch.setattr(processes, "failing", lambda *error: told.append(error))
     monkeypatch.setattr(sys, "argv", ["jaxpar", "run", "nowhere.py"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert told == ["ExperimentError"]
+    assert told == [("ExperimentError", 2)]
     assert "'nowhere.py' does not exist" in capsys.readouterr().err
 
 
@@ -263,6 +267,16 @@ def test_too_late_to_join(fresh, monkeypatch):
         monkeypatch.setenv(f"SLURM_{name}", "1")
     assert compat.detected_cluster() == "slurm cluster that JAX detects"
     with pytest.raises(ProcessesError, match="the slurm cluster .* before JAX starts its backends"):
+        processes.initialize()
+    processes.initialize(detect_cluster=False)
+
+
+def test_mpi_that_jax_does_not_detect(fresh, monkeypatch):
+    monkeypatch.setattr(compat, "detected_cluster", lambda: None)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    processes.initialize()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ProcessesError, match="one of 2 processes that MPI started"):
         processes.initialize()
     processes.initialize(detect_cluster=False)
 
