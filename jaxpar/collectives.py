@@ -92,6 +92,14 @@ def all_gather(x: Array, axis: str, *, dim: int, scope: str) -> Array:
         return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
+def all_gather_same(x: Array, axis: str, *, dim: int, scope: str) -> Array:
+    """`all_gather` of what is then known to be the same on all devices of `axis`; for results."""
+    if not real_axes(axis):
+        return x
+    with jax.named_scope(scope):
+        return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
+
+
 def reduce_scatter(x: Array, axis: str, *, dim: int, scope: str) -> Array:
     """Sum over `axis` and keep this device's part of `dim`: [.., n, ..] -> [.., n/N, ..]."""
     if not real_axes(axis):

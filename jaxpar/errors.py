@@ -42,6 +42,10 @@ class CheckpointError(JaxparError):
     """A folder that holds no checkpoint of this training, or cannot hold one."""
 
 
+class RequestError(JaxparError):
+    """A request that cannot be served: what it asks for, or what the plan has room for."""
+
+
 class ExperimentError(JaxparError):
     """A script that says what to train and cannot be read, or says what cannot be."""
 

@@ -12,15 +12,18 @@ from jax import Array
 
 
 def rotary_angles(position_S: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
-    """cos and sin of position x frequency: int32 [S] -> float32 [S, H/2] each."""
+    """cos and sin of position x frequency: int32 [S] -> float32 [S, H/2] each.
+
+    Positions may be [B, S], where rows are at different places of their sequences.
+    """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = position_S.astype(jnp.float32)[:, None] * frequency
+    angle = position_S.astype(jnp.float32)[..., None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x_BSNH: Array, rotary: tuple[Array, Array]) -> Array:
     """Rotate the pairs (i, i + H/2) of every head by their position's angles."""
-    cos, sin = (t[None, :, None, :] for t in rotary)
+    cos, sin = (t[..., None, :] for t in rotary)
     first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BSNH.dtype)
