@@ -6,6 +6,7 @@ import shlex
 import signal
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -85,7 +86,7 @@ def answer(request: Request, console: Console) -> Answer:
     experiment = _as_asked(load(request.script), request)
     step = experiment.step()
     folder = request.checkpoint or _unused(Path(f"{request.script.stem}.checkpoint"))
-    with Checkpoints(folder, keep=experiment.keep_checkpoints) as checkpoints:
+    with Checkpoints(folder, keep=experiment.keep_checkpoints) as checkpoints, ExitStack() as stack:
         done, state = 0, None
         if request.resume:
             done, state = _restored(checkpoints, experiment, step)
@@ -94,11 +95,9 @@ def answer(request: Request, console: Console) -> Answer:
                 f"{folder} has checkpoints up to step {numbers[-1]}. Go on from there with "
                 f"--resume, or give another folder."
             )
-        outlets: list[Any] = []
-        if processes.is_main() and request.metrics:
-            outlets.append(JsonLines(request.metrics))
-        if processes.is_main() and request.tensorboard:
-            outlets.append(TensorBoard(request.tensorboard, done=done))
+        outlets = _outlets(request, done) if processes.is_main() else []
+        for outlet in outlets:
+            stack.callback(outlet.close)
         screen = Screen(console, experiment, step, done)
         with screen, Interruption(screen.say) as interruption:
 
@@ -120,9 +119,16 @@ def answer(request: Request, console: Console) -> Answer:
                 checkpoints.save(step, ended.state, ended.num_steps, experiment.data())
                 ended = replace(ended, saved=ended.num_steps)
             checkpoints.wait()
-        for outlet in outlets:
-            outlet.close()
         return _finished(request, console, screen, checkpoints, ended, done)
+
+
+def _outlets(request: Request, done: int) -> list[JsonLines | TensorBoard]:
+    outlets: list[JsonLines | TensorBoard] = []
+    if request.metrics is not None:
+        outlets.append(JsonLines(request.metrics))
+    if request.tensorboard is not None:
+        outlets.append(TensorBoard(request.tensorboard, done=done))
+    return outlets
 
 
 def _as_asked(experiment: Experiment, request: Request) -> Experiment:

@@ -55,7 +55,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)  # a line is there as soon as it is known
             if path.stat().st_size:
                 with path.open("rb") as file:
                     file.seek(-1, 2)
@@ -67,7 +67,6 @@ class JsonLines:
     def write(self, numbers: Mapping[str, Any]) -> None:
         try:
             self._file.write(json.dumps(numbers, allow_nan=False).encode() + b"\n")
-            self._file.flush()
         except OSError as error:
             raise self._told(error) from None
 

@@ -13,10 +13,12 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxpar import preset
 from jaxpar.hardware import chip
+from jaxpar.model.transformer import init_params
 from jaxpar.predict.flops import active_matmul_parameters, peak_flops_per_s, step_flops
-from jaxpar.reference import plain_step, reference_init
+from jaxpar.reference import plain_step
 from jaxpar.text import Batch
 from jaxpar.tour import default_optimizer
+from jaxpar.update import TrainState
 from tests.helpers import SMALL, TIED, plan
 
 
@@ -41,7 +43,8 @@ def test_it_is_what_the_plain_step_multiplies(config):
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
     batch = Batch(tokens, tokens, jax.ShapeDtypeStruct((2, 16), jnp.float32))
     optimizer = default_optimizer()
-    state = jax.eval_shape(lambda: reference_init(config, optimizer))
+    params = jax.eval_shape(lambda: init_params(config, 0))
+    state = TrainState(params, jax.eval_shape(optimizer.init, params))
     traced = jax.jit(plain_step(config, optimizer)).trace(state, batch)
     assert matmul_flops(traced.jaxpr.jaxpr) == step_flops(config, of, causal=False)
 
