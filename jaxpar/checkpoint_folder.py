@@ -82,6 +82,11 @@ class CheckpointFolder:
         found = filter(None, map(_WHOLE.fullmatch, names))
         return sorted(int(match[1]) for match in found)
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a run has begun to save here, be it that it never came to an end."""
+        return (self.path / MARKER).is_file()
+
     def latest(self) -> int:
         """The last one. Raises CheckpointError where there is none."""
         if not (numbers := self.numbers()):

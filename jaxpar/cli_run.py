@@ -87,10 +87,11 @@ def answer(request: Request, console: Console) -> Answer:
     step = experiment.step()
     folder = request.checkpoint or _unused(Path(f"{request.script.stem}.checkpoint"))
     with Checkpoints(folder, keep=experiment.keep_checkpoints) as checkpoints, ExitStack() as stack:
-        done, state = 0, None
-        if request.resume:
+        done, state, numbers = 0, None, checkpoints.folder.numbers()
+        # A run that was killed before its first checkpoint was complete starts again.
+        if request.resume and (numbers or not checkpoints.folder.is_begun):
             done, state = _restored(checkpoints, experiment, step)
-        elif numbers := checkpoints.folder.numbers():
+        elif numbers:
             raise CheckpointError(
                 f"{folder} has checkpoints up to step {numbers[-1]}. Go on from there with "
                 f"--resume, or give another folder."

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from jaxpar import cli, cli_run, recording
 from jaxpar.checkpoint import Checkpoints, plan_in_words
+from jaxpar.checkpoint_folder import MARKER
 from jaxpar.errors import DivergedError, ExperimentError, JaxparError
 from jaxpar.experiment import Experiment, load
 from jaxpar.loop import Record, Watch, train
@@ -170,6 +171,10 @@ def test_a_signal_leaves_a_checkpoint_and_says_how_to_go_on(run, monkeypatch, se
 
     monkeypatch.setattr(cli_run.Screen, "show", showing)
     folder = "folder" if options else "script.checkpoint-2"
+    if options:  # killed before its first checkpoint was complete, and started again
+        Path("folder", "step_00000002.orbax-checkpoint-tmp").mkdir(parents=True)
+        Path("folder", MARKER).touch()
+        options = (*options, "--resume")
     Path("script.checkpoint").mkdir()  # of an earlier run
     before = signal.getsignal(sent)
     code, out, _ = run("run", "script.py", "--metrics", "m.jsonl", "--json", "r.json", *options)
