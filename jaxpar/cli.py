@@ -447,6 +447,7 @@ def run(
 ) -> None:
     """Train what a script says, on any mesh. Ctrl-C leaves a checkpoint."""
     from jaxpar.cli_run import Request, answer
+    from jaxpar.processes import is_main
 
     _check_writable(metrics, json_path)
     said = answer(
@@ -463,7 +464,8 @@ def run(
         ),
         _console(),
     )
-    _write_json(json_path, said.data)
+    if is_main():
+        _write_json(json_path, said.data)
     if said.code:
         raise typer.Exit(said.code)
 

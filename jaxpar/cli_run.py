@@ -107,15 +107,22 @@ def answer(request: Request, console: Console) -> Answer:
                 for outlet in outlets:
                     outlet.write(numbers)
 
-            ended = train(
-                experiment,
-                step,
-                step.init(experiment.seed) if state is None else state,
-                done=done,
-                checkpoints=checkpoints if request.checkpoint else None,
-                on_step=on_step,
-                asked_to_stop=interruption.at,
-            )
+            try:
+                ended = train(
+                    experiment,
+                    step,
+                    step.init(experiment.seed) if state is None else state,
+                    done=done,
+                    checkpoints=checkpoints if request.checkpoint else None,
+                    on_step=on_step,
+                    asked_to_stop=interruption.at,
+                )
+            except jax.errors.JaxRuntimeError as error:  # no memory, or a device that fails
+                raise ExperimentError(
+                    f"The devices cannot carry out {plan_in_words(experiment.plan)}: "
+                    f"{str(error).strip().splitlines()[0][:300]} Where memory is short, try a "
+                    f"smaller batch_size, remat='full', or more devices along fsdp."
+                ) from error
             if ended.signal and ended.saved != ended.num_steps and ended.num_steps > done:
                 checkpoints.save(step, ended.state, ended.num_steps, experiment.data())
                 ended = replace(ended, saved=ended.num_steps)

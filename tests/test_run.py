@@ -405,3 +405,16 @@ def test_options_that_cannot_be(arguments, message, run, tmp_path):
 def test_an_optimizer_is_one():
     with pytest.raises(JaxparError, match="optimizer="):
         experiment("data=2", optimizer=optax.adamw).step()
+
+
+def test_devices_that_fail_are_told_in_words(run, monkeypatch):
+    def failing(*args, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n…")
+
+    monkeypatch.setattr(cli_run, "train", failing)
+    code, _, err = run("run", "script.py")
+    assert code == 2 and re.fullmatch(
+        r"jaxpar: The devices cannot carry out data=2, compute_dtype=float32: RESOURCE_EXHAUSTED: "
+        r"Out of memory allocating 9 bytes\. Where memory is short, try .+fsdp\.\n",
+        err,
+    )
