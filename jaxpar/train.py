@@ -50,12 +50,12 @@ from jaxpar.update import (
 
 
 class Metrics(NamedTuple):
-    """What one step measured, the same on every device.
+    """What one step measured, the same on every device, and so on every process.
 
     loss, gradient_norm, num_tokens: scalars; the tokens are the valid ones.
     stats: what layers counted, summed over all tokens, [L, ..] each; dense layers count nothing.
 
-    Of the layers with experts, float32 [L] each, [0] where there are none:
+    Of the layers with experts, on the host, float32 [L] each, [0] where there are none:
     imbalance: tokens of the busiest expert over the mean, before any is dropped; 1 is even.
     dropped_fraction: of the choices of all tokens, those that found no place.
     """
@@ -66,17 +66,18 @@ class Metrics(NamedTuple):
     stats: Stats
 
     @property
-    def imbalance(self) -> Array:
+    def imbalance(self) -> np.ndarray:
         if not self.stats:
-            return jnp.zeros(0)
-        tokens_LE = self.stats["tokens_per_expert"]
+            return np.zeros(0, np.float32)
+        tokens_LE = np.asarray(self.stats["tokens_per_expert"], np.float32)
         return tokens_LE.max(axis=-1) / tokens_LE.mean(axis=-1)
 
     @property
-    def dropped_fraction(self) -> Array:
+    def dropped_fraction(self) -> np.ndarray:
         if not self.stats:
-            return jnp.zeros(0)
-        return self.stats["num_dropped"] / self.stats["tokens_per_expert"].sum(axis=-1)
+            return np.zeros(0, np.float32)
+        tokens_LE = np.asarray(self.stats["tokens_per_expert"], np.float32)
+        return np.asarray(self.stats["num_dropped"], np.float32) / tokens_LE.sum(axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True)

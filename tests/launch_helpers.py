@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,14 +52,23 @@ def wait_for(name: str) -> None:
         time.sleep(0.01)
 
 
+def ours() -> list[int]:
+    """The processes of this test, whose folder all of them work in."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_ours(pid)]
+
+
 def assert_nothing_left() -> None:
-    """No process of this test, whose folder all of them work in."""
     deadline = time.monotonic() + 10
-    while left := [
-        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_ours(pid)
-    ]:
+    while left := ours():
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
+
+
+def end_ours() -> None:
+    """After a test that failed."""
+    for pid in ours():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_ours(pid: int) -> bool:

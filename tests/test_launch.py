@@ -14,10 +14,25 @@ from pathlib import Path
 import pytest
 
 from jaxpar.launch import Launch, LaunchError
-from jaxpar.launch.output import MAX_LINE, NUM_LINES, Stream, Tail
+from jaxpar.launch.output import MAX_LINE, NUM_LINES, Stream, Tail, open_channel
 from jaxpar.launch.supervisor import SETTLE_S, waits_in_jax
 from jaxpar.launch.watch import DEFAULT_STALL_S, FOLLOW_S, Watch
-from tests.launch_helpers import ROOT, assert_nothing_left, finish, report, start, wait_for
+from tests.launch_helpers import (
+    ROOT,
+    assert_nothing_left,
+    end_ours,
+    finish,
+    report,
+    start,
+    wait_for,
+)
+
+
+@pytest.fixture(autouse=True)
+def leave_nothing(in_empty_folder):
+    yield
+    end_ours()
+
 
 PRELUDE = (
     f"""
@@ -361,6 +376,22 @@ def test_only_gloo_s_greetings_are_left_out(size):
     os.close(sink[1])
     assert os.read(sink[0], 4096) == b"[ 10%] [Gloo] Rank is mine\n[Gloo"
     os.close(sink[0])
+
+
+def test_a_terminal_stays_one():
+    """So that progress bars move; what is no terminal gets a pipe."""
+    theirs, ours = os.openpty()
+    for destination, is_terminal in (
+        (ours, True),
+        (os.open("file", os.O_CREAT | os.O_RDWR), False),
+    ):
+        read, write = open_channel(destination)
+        assert os.isatty(write) == is_terminal
+        os.write(write, b"one\n")  # without the carriage return that the real one adds
+        assert os.read(read, 100) == b"one\n"
+        for fd in (read, write, destination):
+            os.close(fd)
+    os.close(theirs)
 
 
 def test_stacks_tell_who_waits():

@@ -23,7 +23,14 @@ from jaxpar.experiment import load
 from jaxpar.launch.messages import VARIABLE
 from jaxpar.processes import ProcessesError
 from tests.helpers import batches, step
-from tests.launch_helpers import ENVIRONMENT, finish, report, start
+from tests.launch_helpers import ENVIRONMENT, end_ours, finish, report, start
+
+
+@pytest.fixture(autouse=True)
+def leave_nothing(in_empty_folder):
+    yield
+    end_ours()
+
 
 # --- the same numbers --------------------------------------------------------------------------
 
