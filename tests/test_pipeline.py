@@ -21,13 +21,14 @@ from jaxpar.collectives import all_reduce, vary
 from jaxpar.errors import PlanError, ScheduleError
 from jaxpar.model.transformer import init_params
 from jaxpar.numerics import first_difference, relative_error
-from jaxpar.strategies import pipeline
-from jaxpar.strategies.pipeline import executor
+from jaxpar.strategies import fsdp, pipeline
+from jaxpar.strategies.pipeline import choice, executor
 from jaxpar.strategies.pipeline.builders import build
 from jaxpar.strategies.pipeline.choice import PADDING, layer_order
 from jaxpar.strategies.pipeline.executor import Executor
 from jaxpar.strategies.pipeline.program import Program
 from jaxpar.strategies.pipeline.simulate import useful_messages
+from jaxpar.strategies.pipeline.stage import without_padding
 from jaxpar.strategies.pipeline.tables import to_csv
 from jaxpar.tour import LOSS_TOLERANCE, PARAMETER_TOLERANCE, train
 from tests.helpers import SMALL, TIED, batches, plan, reference, step
@@ -141,7 +142,6 @@ CASES = {
     "1f1b": (table("1f1b", 4, 8, phased=True), {}),
     "1f1b, fewer than stages": (table("1f1b", 8, 3, phased=True), {}),
     "1f1b, always": (table("1f1b", 4, 5, phased=True), {"always_computes": True}),
-    "interleaved": (table("interleaved", 2, 4, 2, phased=True), {}),
     "interleaved, no multiple": (table("interleaved", 4, 6, 2, phased=True), {}),
     "zb-h1": (table("zb-h1", 4, 6), {}),
     "zb-h1, always": (table("zb-h1", 2, 3), {"always_computes": True}),
@@ -249,13 +249,15 @@ def test_predicted_is_what_the_program_asks_for(mesh, config, fields):
 
 
 ROWS_OF_MODELS = {
-    "1f1b": ("pipe=4,data=2", UNEVEN, {"num_microbatches": 4}),
-    "interleaved": ("pipe=2,tensor=2", TIED_DEEP, {"num_microbatches": 4, **INTERLEAVED}),
+    "fsdp": ("pipe=4,fsdp=2", UNEVEN, {"num_microbatches": 4}),
+    "zero1": (
+        "pipe=2,fsdp=2,tensor=2",
+        TIED_DEEP,
+        {"num_microbatches": 4, "zero": 1} | INTERLEAVED,
+    ),
+    "zero2": ("pipe=2,data=2,fsdp=2", UNEVEN, {"num_microbatches": 2, "zero": 2} | INTERLEAVED),
     "zb-h1": ("pipe=2", SMALL, {"num_microbatches": 8, **ZB}),
-    "zero1": ("pipe=2,fsdp=2", TIED_DEEP, {"num_microbatches": 2, "zero": 1}),
-    "zero2": ("pipe=2,fsdp=2", UNEVEN, {"num_microbatches": 2, "zero": 2, **INTERLEAVED}),
-    "fsdp": ("pipe=2,data=2,fsdp=2", DEEP, {"num_microbatches": 2}),
-    "experts": ("pipe=2,expert=2,tensor=2", MOE, {"num_microbatches": 2}),
+    "experts": ("pipe=2,expert=2", MOE, {"num_microbatches": 2}),
 }
 
 
@@ -278,7 +280,7 @@ def test_ten_steps_are_one_devices_and_compiled_is_what_was_asked(mesh, config, 
     assert relative_error(params, want.params) <= PARAMETER_TOLERANCE
 
     # After ten steps with weight decay, the layers of zeros that even stages out are zeros.
-    order = layer_order(config.num_layers, explicit.plan.size("pipe"),
+    order = layer_order(choice.num_staged(config), explicit.plan.size("pipe"),
                         explicit.plan.num_virtual_stages)  # fmt: skip
     for leaf in jax.tree.leaves(have.params["layers"]):
         assert leaf.shape[0] == len(order)
@@ -302,6 +304,34 @@ def test_initial_parameters_are_the_models_own(config, fields):
     want = jax.device_get(init_params(config, 3))
     staged = jax.device_get(pipeline.in_stage_order(want, config, have))
     assert first_difference(pipeline.in_layer_order(staged, config, have), want) is None
+
+
+@pytest.mark.parametrize(("p", "v", "num_layers"), [(2, 2, 5), (4, 1, 6), (2, 1, 2)])
+def test_statistics_are_put_at_their_layers_places_and_taken_from_there(p, v, num_layers):
+    have = plan(f"pipe={p}", schedule="interleaved", num_virtual_stages=v, num_microbatches=p)
+    config = dataclasses.replace(SMALL, num_layers=num_layers)
+    order = layer_order(num_layers, p, v)
+    own = np.where(order == PADDING, np.nan, 10.0 + order).astype(np.float32)  # nobody reads NaN
+
+    def local(stats):
+        whole = pipeline.from_stage(stats, config, have)
+        whole = {k: all_reduce(t, "pipe", scope="sum") for k, t in whole.items()}
+        return whole, pipeline.to_stage(whole, config, have)
+
+    split = PartitionSpec("pipe")
+    run = jax.shard_map(local, mesh=have.mesh.build(), in_specs=split,
+                        out_specs=(PartitionSpec(), split))  # fmt: skip
+    whole, back = jax.device_get(jax.jit(run)({"count": own}))
+    assert whole["count"].tolist() == [10.0 + layer for layer in range(num_layers)]
+    assert back["count"].tolist() == np.nan_to_num(own).tolist()
+
+
+def test_padding_counts_nothing():
+    for chunk, want in enumerate([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 0]]):
+        stats = {"a": jnp.ones(3), "b": jnp.ones((3, 2))}
+        left = without_padding(stats, jnp.int32(chunk), num_layers=10, num_chunks=4)
+        assert left["a"].tolist() == want and left["b"].tolist() == [[n, n] for n in want]
+    assert without_padding({"a": 1}, jnp.int32(0), num_layers=8, num_chunks=4) == {"a": 1}
 
 
 def test_a_table_from_a_file(tmp_path):
@@ -436,6 +466,14 @@ def test_fault_is_seen_by_the_audit(name, monkeypatch):
         monkeypatch.setattr(home, attribute, wrong)
     explicit = step("pipe=2,tensor=2", num_microbatches=2)
     assert executions(expected(SMALL, explicit.plan)) != executions(asked_of(explicit))
+
+
+def test_weights_gathered_in_every_slot_instead_of_once_are_seen_by_the_audit(monkeypatch):
+    explicit = step("pipe=2,fsdp=2", num_microbatches=2, reshard_after_forward=False)
+    want = executions(expected(SMALL, explicit.plan))
+    for home in (choice, fsdp):
+        monkeypatch.setattr(home, "holds_weights", lambda plan: False)
+    assert executions(asked_of(explicit)) != want
 
 
 def test_an_embedding_gradient_that_stays_on_its_stage_is_seen_by_its_type(monkeypatch):

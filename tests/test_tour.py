@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar import recipes
 from jaxpar.cli import main
 from jaxpar.strategies import compose
 
@@ -42,7 +43,8 @@ def rows_shown() -> list[str]:
 
 
 def every_row() -> list[str]:
-    return [v.name for s in compose.all_strategies().values() for v in s.variants]
+    of_strategies = [v for s in compose.all_strategies().values() for v in s.variants]
+    return [v.name for v in (*of_strategies, *recipes.VARIANTS)]
 
 
 def _captured(run):

@@ -67,7 +67,14 @@ def every_other_layer(body, x, stacked, plan, weights):
     return SCAN(body, x, jax.tree.map(lambda t: t[order], stacked), plan, weights)
 
 
-SCATTERED_EACH_TIME = replace(zero1.STRATEGY, start=zero2.start, finish=zero2.finish)
+def as_if(zero, function):
+    """`function`, told of a plan with another `zero`."""
+    return lambda plan, *rest: function(replace(plan, zero=zero), *rest)
+
+
+SCATTERED_EACH_TIME = replace(
+    zero1.STRATEGY, start=as_if(2, zero2.start), finish=as_if(2, zero1.finish)
+)
 ONLY_MATRICES = replace(fsdp.STRATEGY, is_partial=lambda parameter: len(parameter.dims) > 1)
 
 # name: (mesh, other fields of the plan, who sees it, home, attribute, what stands there instead)
@@ -139,8 +146,7 @@ def test_weight_decay_on_frozen_parameters_is_seen(monkeypatch):
 def test_a_whole_gradient_in_zero2_is_seen(monkeypatch):
     """Scattered in the end, and right; the memory tells."""
     _, honest, closed = temporary_bytes(2)
-    monkeypatch.setattr(
-        zero2, "STRATEGY", replace(zero2.STRATEGY, start=zero1.start, finish=zero1.finish)
-    )
+    whole = replace(zero2.STRATEGY, start=as_if(1, zero1.start), finish=as_if(1, zero1.finish))
+    monkeypatch.setattr(zero2, "STRATEGY", whole)
     _, whole, _ = temporary_bytes.__wrapped__(2)
     assert whole - honest > 2 * closed.gradients

@@ -20,6 +20,13 @@ with embedding and output instead gathered once per micro-batch (m) and kept unt
 `reshard_after_forward=False` keeps every layer's weights and leaves out the second line; `prefetch`
 changes when a weight is gathered, and not how often (prefetch.py).
 
+In a pipeline a device runs chunks of l layers, forward in F slots, and forward and backward in G
+slots (pipeline/__init__.py): gathers are Fl/k forward and 2·Gl/k recompute, scatters Gl/k, which is
+several times as much as without a pipeline. Or, with `reshard_after_forward=False`, a stage gathers
+all of its layers' weights once per step, for all slots, and scatters their gradients once: then one
+operation on all layers in each of the first and the last line, as with zero=1. Tables, which only
+two stages use, are gathered and scattered once per step in either case.
+
 Source: Rajbhandari et al. 2020 (ZeRO) §5.3, §7.2.2; Zhao et al. 2023 (PyTorch FSDP) §3.
 """
 

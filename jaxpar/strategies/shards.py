@@ -153,7 +153,7 @@ def weights(plan: Plan, layout: Layout) -> dict[str, Weight]:
 def weight(plan: Plan, placed: Placed) -> Weight:
     parameter = placed.parameter
     name = split_dim(parameter, plan)
-    # Of the tables, two stages have use, and all would gather them in every slot.
+    # Two stages use the tables, and all would gather them in every slot.
     is_held = plan.zero == 1 or (
         plan.size(pipeline.AXIS) > 1
         and (parameter.num_stacked is None or pipeline.holds_weights(plan))

@@ -15,7 +15,8 @@ W = bytes of a parameter, all layers, in the gather dtype, G = of one layer in t
 
 with tables' gradients scattered once per micro-batch (m). Gradients are scattered where they come
 into being, inside the backward of each layer, which is what keeps them from ever being whole; the
-scattered ones add up in the reduce dtype.
+scattered ones add up in the reduce dtype. In a pipeline it is Gl times for layers, G slots having a
+backward of l of them, and once per step for tables, which only two stages make gradients of.
 
 Source: Rajbhandari et al. 2020 (ZeRO) §5.2, §7.2.1.
 """

@@ -19,9 +19,10 @@ the table, G = from the first to the last backward (in 1F1B and interleaved vm +
 
 vm of each are of use where every stage sends in a permute: while the pipeline fills and drains, the
 others send what nobody reads. Gradients of what is whole on all stages are summed over `pipe` once
-per step (data.py), since only the first stage embeds and only the last one scores. Everything that
-layers communicate themselves is counted by runs.py: in a pipeline every device runs one chunk in
-each of the F slots, and one twice, forward and backward, in each of the G slots.
+per step (data.py), since only the first stage embeds and only the last one scores; so is what the
+layers of all stages counted. Everything that layers communicate themselves is counted by runs.py:
+in a pipeline every device runs one chunk in each of the F slots, and one twice, forward, in phase
+recompute, and backward, in each of the G slots.
 
 `schedule.py` says what a table is and checks it, `builders.py` makes the published ones,
 `tables.py` reads and writes them as CSV, `stash.py` says where values wait, `simulate.py` what a
@@ -40,6 +41,7 @@ from jaxpar.strategies.pipeline.choice import AXIS, num_staged, schedule_of
 from jaxpar.strategies.pipeline.program import phases
 from jaxpar.strategies.pipeline.schedule import Schedule
 from jaxpar.strategies.pipeline.stage import STACK as STACK
+from jaxpar.strategies.pipeline.stage import from_stage as from_stage
 from jaxpar.strategies.pipeline.stage import in_layer_order as in_layer_order
 from jaxpar.strategies.pipeline.stage import in_stage_order as in_stage_order
 from jaxpar.strategies.pipeline.stage import loss_and_gradients as loss_and_gradients
@@ -170,5 +172,11 @@ STRATEGY = Strategy(
         _variant("1f1b", "pipe=4,data=2", "tiny-deep"),
         _variant("interleaved", "pipe=2,tensor=2", "tiny-deep", num_virtual_stages=2),
         _variant("zb-h1", "pipe=4", "tiny-deep"),
+        Variant(
+            name="pipeline+expert",
+            mesh="pipe=2,data=2,expert=2",
+            fields={"num_microbatches": 2},
+            model="tiny-moe",
+        ),
     ),
 )

@@ -103,6 +103,21 @@ def _own_layers(config: ModelConfig, plan: Plan) -> Array:
     return jnp.asarray(layers)[lax.axis_index(AXIS)]
 
 
+def without_padding(stats: Stats, chunk: Array, num_layers: int, num_chunks: int) -> Stats:
+    """A chunk's statistics, [l, ..] each, but 0 of a last layer that is padding.
+
+    `chunk` is its number among all, of which the first ones have a layer more than the others.
+    """
+    num_longer, most = num_layers % num_chunks, layers_per_chunk(num_layers, num_chunks)
+    if not num_longer:
+        return stats
+    is_real_L = (chunk < num_longer) | (jnp.arange(most) < most - 1)
+    return {
+        name: jnp.where(is_real_L.reshape(-1, *[1] * (t.ndim - 1)), t, 0)
+        for name, t in stats.items()
+    }
+
+
 # --- what a stage does -----------------------------------------------------------------------
 
 
@@ -122,26 +137,18 @@ def model_stage(
     frozen_layers = frozen[STACK]
     frozen_shared = {name: part for name, part in frozen.items() if name != STACK}
     num_chunks = plan.size(AXIS) * plan.num_virtual_stages
-    num_longer = num_staged(config) % num_chunks
-    num_most = layers_per_chunk(num_staged(config), num_chunks)
-
-    def without_padding(stats: Stats, chunk: Chunk) -> Stats:
-        if not num_longer:
-            return stats
-        is_padded = chunk.number >= num_longer
-        is_real_L = ~is_padded | (jnp.arange(num_most) < num_most - 1)
-        return jax.tree.map(
-            lambda t: jnp.where(is_real_L.reshape(-1, *[1] * (t.ndim - 1)), t, 0), stats
-        )
 
     def stage(
         shared: Params, layers: Params, x: Array | None, batch: Batch, chunk: Chunk
     ) -> tuple[Array, Array, Stats]:
         mine = parallel.of_chunk(chunk.place) if parallel.of_chunk else parallel
-        count_once = mine.count_once
-        # Or the padding's counts would be summed, too.
-        mine = replace(mine, count_once=lambda stats: count_once(without_padding(stats, chunk)))
-        if not chunk.is_repeated:
+
+        def count_once(stats: Stats) -> Stats:
+            own = without_padding(stats, chunk.number, num_staged(config), num_chunks)
+            return parallel.count_once(own)
+
+        mine = replace(mine, count_once=count_once)
+        if not chunk.is_repeated:  # then nobody asks for counts
             mine = replace(mine, sum_counts=lambda count: count, count_once=lambda stats: {})
         layers = fill(layers, pick(frozen_layers, chunk.place))
         model = nnx.merge(graphdef, {**fill(shared, frozen_shared), STACK: layers})
