@@ -16,7 +16,7 @@ import pytest
 from jaxpar.launch import Launch, LaunchError
 from jaxpar.launch.output import MAX_LINE, NUM_LINES, Stream, Tail, open_channel
 from jaxpar.launch.supervisor import SETTLE_S, waits_in_jax
-from jaxpar.launch.watch import DEFAULT_STALL_S, FOLLOW_S, Watch
+from jaxpar.launch.watch import DEFAULT_STALL_S, FINISH_S, FOLLOW_S, Watch
 from tests.launch_helpers import (
     ROOT,
     assert_nothing_left,
@@ -177,15 +177,13 @@ time.sleep(600)
 
 
 def test_a_rank_may_finish_its_work_alone():
-    """It rests, so is not stalled, and uses a CPU, so does not wait for the one that exits."""
+    """It uses a CPU, so does not wait for the one that exits."""
     code, out, _ = run(
         """
 if rank == 1:
     place.tell("leaving")
     other("done")
 else:
-    place.tell("beat")
-    place.tell("rest")
     end = time.monotonic() + 4.5
     while time.monotonic() < end:
         pass
@@ -335,6 +333,19 @@ def test_compiling_is_no_stall_as_long_as_a_cpu_is_busy():
     assert watch.is_stalled(1401, last_busy_s=0)
     watch.beat(701, within_s=None, compiling=False)
     assert watch.is_stalled(722, last_busy_s=0)
+
+
+def test_who_waits_for_one_that_exits():
+    """In a collective at work: at once. Never watched: if no CPU is busy. At rest: later."""
+    at_work, never, at_rest = Watch(), Watch(), Watch()
+    for watch in (at_work, at_rest):
+        watch.beat(0, within_s=None, compiling=False)
+        watch.beat(1, within_s=None, compiling=False)
+    at_rest.rest(2)
+    now = 3 + FOLLOW_S + 0.1
+    assert at_work.is_quiet(now, 3, now) and not at_work.is_quiet(now - 0.2, 3, 0)
+    assert never.is_quiet(now, 3, 3) and not never.is_quiet(now, 3, 4)
+    assert not at_rest.is_quiet(now, 3, 3) and at_rest.is_quiet(3 + FINISH_S + 0.1, 3, 3)
 
 
 def test_an_announced_pause_is_waited_for_even_when_idle():

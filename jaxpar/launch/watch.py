@@ -10,6 +10,9 @@ DEFAULT_STALL_S = 20.0
 FOLLOW_S = 15.0
 """A rank that ends waits for the others, which wait for it if it should not have ended."""
 
+FINISH_S = 60.0
+"""The same, where others are through with their steps and may wait for a disk."""
+
 PATIENCE = 5.0
 """Times the longest step so far."""
 
@@ -72,11 +75,13 @@ class Watch:
     def is_quiet(self, now_s: float, other_left_s: float, last_busy_s: float) -> bool:
         """Whether it seems to wait for a rank that began to exit, and should not have.
 
-        Who is not watched may have work to finish alone; that takes CPU time.
+        Who is not watched may have work to finish alone; that takes CPU time, or a disk's.
         """
         limit_s = self.limit_s()
         if limit_s <= DEFAULT_STALL_S:
             limit_s = min(limit_s, FOLLOW_S)
+        if self.num_beats and not self.is_on:
+            limit_s = max(limit_s, FINISH_S)
         last_sign_s = max(other_left_s, self.last_beat_s, 0.0 if self.is_on else last_busy_s)
         return now_s - last_sign_s > limit_s
 
