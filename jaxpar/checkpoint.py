@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
 from jaxpar.checkpoint_folder import CheckpointFolder
-from jaxpar.errors import CheckpointError, shown
+from jaxpar.errors import CheckpointError, require_whole, shown
 from jaxpar.model.transformer import Params
 from jaxpar.strategies import offload, pipeline
 from jaxpar.strategies.pipeline.choice import AXIS as PIPE
@@ -111,6 +111,8 @@ class Checkpoints:
         for another model, optimizer or schema, and for what is missing or damaged.
         """
         self.folder.wait()
+        if num_steps is not None:
+            require_whole(CheckpointError, "num_steps", num_steps, at_least=0)
         number = self.folder.latest() if num_steps is None else num_steps
         about = self.folder.about(number)
         where, layout = self.folder.folder(number), self._layout(step)

@@ -9,7 +9,6 @@ if __name__ == "__main__":
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import os
@@ -128,15 +127,15 @@ def load(path: str | os.PathLike[str]) -> Experiment:
             f"`{NAME} = Experiment(...)`, such as experiments/train.py."
         )
     try:
-        ast.parse(path.read_bytes(), filename=str(path))
         with _importing_from(path.resolve().parent):
             names = runpy.run_path(str(path), run_name=f"<{NAME}>")
     except JaxparError:
         raise
     except SyntaxError as error:
-        raise ExperimentError(f"{path}:{error.lineno} is not Python: {error.msg}.") from error
+        where = f"{error.filename}:{error.lineno}"  # of the script, or of what it imports
+        raise ExperimentError(f"{where} is not Python: {error.msg}.") from error
     except (Exception, SystemExit) as error:
-        line = next((e for e in _lines_of(error, path)), None)
+        line = next(_lines_of(error, path), None)
         raise ExperimentError(
             f"{path}{f':{line}' if line else ''} failed: {_told(error)}. "
             f"`python {path}` shows where."
