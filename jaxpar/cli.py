@@ -364,7 +364,7 @@ def schedule(
     _write_json(json_path, said.data)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command()
 def launch(
     command: Annotated[
         list[str],
