@@ -21,6 +21,7 @@ from jaxpar.collectives import all_reduce, vary
 from jaxpar.errors import PlanError, ScheduleError
 from jaxpar.model.transformer import init_params
 from jaxpar.numerics import first_difference, relative_error
+from jaxpar.predict.states import states
 from jaxpar.strategies import fsdp, pipeline
 from jaxpar.strategies.pipeline import choice, executor
 from jaxpar.strategies.pipeline.builders import build
@@ -332,6 +333,14 @@ def test_padding_counts_nothing():
         left = without_padding(stats, jnp.int32(chunk), num_layers=10, num_chunks=4)
         assert left["a"].tolist() == want and left["b"].tolist() == [[n, n] for n in want]
     assert without_padding({"a": 1}, jnp.int32(0), num_layers=8, num_chunks=4) == {"a": 1}
+
+
+def test_weights_kept_for_all_slots_take_the_memory_of_zero1():
+    kept = states(TIED_DEEP, plan("pipe=2,fsdp=4", reshard_after_forward=False))
+    assert kept == states(TIED_DEEP, plan("pipe=2,fsdp=4", zero=1))
+    passing = states(TIED_DEEP, plan("pipe=2,fsdp=4"))
+    assert kept.weights > passing.weights + passing.gathered > passing.weights > 0  # the table
+    assert kept.gradients > passing.gradients
 
 
 def test_a_table_from_a_file(tmp_path):

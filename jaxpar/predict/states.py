@@ -85,7 +85,7 @@ def states(config: ModelConfig, plan: Plan) -> States:
     compose.check(config, plan)
     layout = compose.layout(config, plan)
     trained = [p for p in layout if not plan.is_frozen(p.parameter.path)]
-    copies = [p for p in layout if plan.zero < 3 and _is_split(p, plan)]
+    copies = [p for p in layout if _is_held(p, plan) or (plan.zero == 2 and _is_split(p, plan))]
     return States(
         master=4 * sum(p.local_size for p in layout),
         moments=4 * NUM_MOMENTS * sum(p.local_size for p in trained),
@@ -99,20 +99,25 @@ def _is_split(placed: Placed, plan: Plan) -> bool:
     return shards.split_dim(placed.parameter, plan) is not None
 
 
+def _is_held(placed: Placed, plan: Plan) -> bool:
+    return shards.weight(plan, placed).is_held
+
+
 def _whole_size(placed: Placed, plan: Plan) -> int:
     """Elements once gathered over `fsdp`, all layers."""
     return placed.local_size * (plan.size(shards.AXIS) if _is_split(placed, plan) else 1)
 
 
 def _gradient_bytes(placed: Placed, plan: Plan) -> int:
-    if not _is_split(placed, plan) or plan.zero == 3:
-        return 4 * placed.local_size
-    if plan.zero == 2:
+    has_slots = plan.size("pipe") > 1  # over which gradients add up in float32
+    if _is_held(placed, plan):
+        # Sums over micro-batches are kept in the wider of both dtypes.
+        is_sum = plan.num_accumulation_steps > 1
+        width = max(plan.compute_bytes, plan.reduce_bytes) if is_sum else plan.compute_bytes
+        return (4 if has_slots else width) * _whole_size(placed, plan)
+    if plan.zero == 2 and _is_split(placed, plan) and not has_slots:
         return plan.reduce_bytes * placed.local_size
-    # Sums over micro-batches are kept in the wider of both dtypes.
-    is_sum = plan.num_accumulation_steps > 1
-    width = max(plan.compute_bytes, plan.reduce_bytes) if is_sum else plan.compute_bytes
-    return width * _whole_size(placed, plan)
+    return 4 * placed.local_size
 
 
 def _gathered_bytes(split: list[Placed], plan: Plan) -> int:
@@ -120,10 +125,11 @@ def _gathered_bytes(split: list[Placed], plan: Plan) -> int:
         return 0
     size = 0
     for placed in split:
-        num_layers = placed.parameter.num_stacked
+        if _is_held(placed, plan):
+            continue
         share = 1.0
-        if num_layers and plan.reshard_after_forward:
+        if placed.parameter.num_stacked and plan.reshard_after_forward:
             at_once = plan.num_layers_per_gather * (2 if plan.prefetch else 1)
-            share = min(1.0, at_once / num_layers)
+            share = min(1.0, at_once / shards.num_layers(placed))
         size += round(_whole_size(placed, plan) * share)
     return size * plan.compute_bytes
