@@ -43,7 +43,10 @@ AXIS = "context"
 
 
 class KV(NamedTuple):
-    """Keys (rotated) and values of a stack of layers: [layers, blocks, Q, K, H] each."""
+    """Keys (rotated) and values of a stack of layers: [layers, blocks, Q, K, H] each.
+
+    In `stored_dtype`: bfloat16 numbers are kept as their bits.
+    """
 
     k: Array
     v: Array
@@ -77,6 +80,12 @@ class Rows(NamedTuple):
 
 
 # --- sizes and specs -------------------------------------------------------------------------
+
+
+def stored_dtype(plan: ServePlan) -> jnp.dtype:
+    """Of a cache's arrays. bfloat16 as uint16, which a CPU can write in place; of bfloat16 it would
+    turn the whole cache into float32 and back, in every layer of every step."""
+    return jnp.dtype("uint16" if plan.compute_dtype == "bfloat16" else plan.compute_dtype)
 
 
 def cache_shapes(config: ModelConfig, plan: ServePlan) -> dict[str, tuple[int, ...]]:
@@ -201,13 +210,15 @@ def write(kv: KV, layer: Array, k_BTKH: Array, v_BTKH: Array, where: Placement) 
 
     def put(cache: Array, x_BTKH: Array) -> Array:
         axes = tuple(varying_axes(cache))
-        place = (vary(i, axes) for i in (layer, where.block_BT, where.offset_BT))
-        return cache.at[tuple(place)].set(vary(x_BTKH, axes), mode="drop")
+        place = tuple(vary(i, axes) for i in (layer, where.block_BT, where.offset_BT))
+        if cache.dtype != x_BTKH.dtype:
+            x_BTKH = lax.bitcast_convert_type(x_BTKH, cache.dtype)
+        return cache.at[place].set(vary(x_BTKH, axes), mode="drop")
 
     return KV(put(kv.k, k_BTKH), put(kv.v, v_BTKH))
 
 
-def read(kv: KV, layer: Array, where: Placement) -> tuple[Array, Array]:
+def read(kv: KV, layer: Array, where: Placement, dtype: jnp.dtype) -> tuple[Array, Array]:
     """Keys and values of the rows' blocks on this device: [B, M·Q, K, H] each.
 
     Places that nobody has written yet hold what others left there. A key there is masked; a value
@@ -216,8 +227,10 @@ def read(kv: KV, layer: Array, where: Placement) -> tuple[Array, Array]:
     axes = tuple(varying_axes(kv.k))
     layer, table_BM = vary(layer, axes), vary(where.table_BM, axes)
     k, v = (x.at[layer, table_BM].get(mode="clip") for x in kv)
+    if k.dtype != dtype:
+        k, v = (lax.bitcast_convert_type(x, dtype) for x in (k, v))
     B, M, Q, K, H = k.shape
-    rank = lax.axis_index(AXIS) if Q < where.block_len else 0
+    rank = lax.axis_index(AXIS) if where.block_len > Q else 0
     is_written_BS = where.places(rank, Q).position_BS < where.length_B[:, None]
     v_BSKH = jnp.where(is_written_BS[..., None, None], v.reshape(B, M * Q, K, H), 0)
     return k.reshape(B, M * Q, K, H), v_BSKH
@@ -225,10 +238,10 @@ def read(kv: KV, layer: Array, where: Placement) -> tuple[Array, Array]:
 
 def attend_cached(kv: KV, layer: Array, q_BTNH: Array, where: Placement) -> Piece:
     """Attention of the new tokens over all of their sequences' tokens up to themselves."""
-    k_BSKH, v_BSKH = read(kv, layer, where)
+    k_BSKH, v_BSKH = read(kv, layer, where, q_BTNH.dtype)
     Q = kv.k.shape[2]
     queries = Places(where.position_BT, None)
-    if Q == where.block_len:
+    if where.block_len == Q:
         return attend(q_BTNH, k_BSKH, v_BSKH, queries, where.places(0, Q))
     if where.kind == "decode":
         mine = where.places(lax.axis_index(AXIS), Q)

@@ -68,8 +68,8 @@ class ServePlan:
         for axis, size in self.mesh.named_axes.items():
             if size > 1 and axis not in SERVING_AXES:
                 raise PlanError(
-                    f"The mesh has {axis}={size}, and nothing is served over axis {axis!r}: weights "
-                    f"and caches lie where they are used. Axes that serve: "
+                    f"The mesh has {axis}={size}, and nothing is served over axis {axis!r}: "
+                    f"weights and caches lie where they are used. Axes that serve: "
                     f"{', '.join(SERVING_AXES)}."
                 )
         for field in ("num_slots", "max_seq_len", "block_len", "chunk_len", "num_microbatches",

@@ -117,7 +117,7 @@ def choose(logits_BV: Array, rows: Rows, max_top_k: int) -> Array:
 
 
 def perturbed(logits_BV: Array, rows: Rows, position_B: Array) -> Array:
-    """Scores by which candidates are picked: with noise where a row samples of the whole vocabulary.
+    """Scores by which candidates are picked: with noise for rows that draw of all tokens.
 
     Noise takes a hash per entry, so it is left out where no row of this device wants it.
     """

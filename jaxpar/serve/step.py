@@ -1,8 +1,8 @@
 """The two programs of inference, prefill and decode, each one `shard_map` under one `jit`.
 
 Both do the same with other shapes: some rows of new tokens go through the model, their keys and
-values into the cache, and each row's last token gets a successor. In a prefill step a row is a chunk
-of a prompt, in a decode step the one token that was chosen last. Read `_local_step` first.
+values into the cache, and each row's last token gets a successor. In a prefill step a row is a
+chunk of a prompt, in a decode step the one token that was chosen last. Read `_local_step` first.
 
 With `pipe`, rows are cut into micro-batches that follow each other through the stages: in turn t
 stage s works on micro-batch t - s, and passes what it has to the stage behind. m micro-batches take
@@ -39,6 +39,7 @@ from jaxpar.serve.cache import (
     cache_shapes,
     cache_spec,
     own_tokens,
+    stored_dtype,
 )
 from jaxpar.serve.plan import Kind, ServePlan
 from jaxpar.serve.sampling import choose
@@ -111,7 +112,7 @@ class ServeStep:
     # --- using it ----------------------------------------------------------------------------
 
     def init_params(self, seed: int = 0) -> Params:
-        """Parameters of this seed, born where they are used; the model that TrainStep.init makes."""
+        """Parameters of this seed, as TrainStep.init makes them, born where they are used."""
         return run_once(
             lambda: self._ready(init_params(self.config, seed)), self._sharding(self.param_specs)
         )
@@ -169,7 +170,7 @@ class ServeStep:
             seed=zeros(dtype=np.uint32),
             temperature=zeros(dtype=np.float32),
             top_k=zeros(),
-            top_p=np.ones(num, np.float32),
+            top_p=zeros(dtype=np.float32) + np.float32(1),
         )
 
     @cached_property
@@ -199,7 +200,7 @@ class ServeStep:
 
     @cached_property
     def _cache_like(self) -> Cache:
-        dtype = jnp.dtype(self.plan.compute_dtype)
+        dtype = stored_dtype(self.plan)
         like = {name: jax.ShapeDtypeStruct(s, dtype) for name, s in self._cache_shapes.items()}
         return {name: KV(one, one) for name, one in like.items()}  # type: ignore[arg-type]
 
