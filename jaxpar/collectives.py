@@ -119,13 +119,18 @@ def all_to_all(x: Array, axis: str, *, split_dim: int, concat_dim: int, scope: s
         return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
 
 
-def ring_shift(x: Array, axis: str, *, by: int = 1, scope: str) -> Array:
-    """Send `x` to the device `by` places further along `axis`, from the last ones to the first."""
+def ring_shift(x: Array, axis: str, *, by: int = 1, again: bool = False, scope: str) -> Array:
+    """Send `x` to the device `by` places further along `axis`, from the last ones to the first.
+
+    again: it was sent before, to be dropped and sent a second time. Compilers keep what arrived
+        instead where they find the same permute twice; its pairs are told in another order here.
+    """
     if not real_axes(axis):
         return x
     n = lax.axis_size(axis)
+    senders = [(i + again) % n for i in range(n)]
     with jax.named_scope(scope):
-        return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
+        return lax.ppermute(x, axis, [(i, (i + by) % n) for i in senders])
 
 
 def permute(x: Array, axis: str, pairs: Sequence[tuple[int, int]], *, scope: str) -> Array:

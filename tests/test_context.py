@@ -1,5 +1,6 @@
 """Training with the sequence split: equal to one device, placed right, refused by name."""
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxpar.train
-from jaxpar import asked, expected
-from jaxpar.audit.compare import agree
+from jaxpar import asked, audit, expected
+from jaxpar.audit.compare import agree, compare
 from jaxpar.errors import PlanError
 from jaxpar.reference import plain_step, reference_init
 from jaxpar.strategies import context
@@ -87,6 +88,18 @@ def test_equals_one_device_and_its_closed_form(mesh, fields):
     row = take_row("context", step(mesh, **fields), data, want)
     assert row.numbers_agree, (row.loss_error, row.gradient_norm_error, row.parameter_error)
     assert agree(row.lines), [line for line in row.lines if not line.agrees]
+
+
+@pytest.mark.parametrize("way", ["ring", "allgather"])
+def test_what_one_layer_fetches_again_is_not_kept_instead(way):
+    """Forward and backward of a single layer are one stretch of code: two equal collectives in it
+    would be done once, and what arrived held in between."""
+    lone = dataclasses.replace(SMALL, name="one layer", num_layers=1)
+    explicit = step("context=4", lone, context=way)
+    traced = explicit.jitted.trace(*explicit.abstract_inputs)
+    audited = audit(traced.lower().compile(), mesh=explicit.plan.mesh.all_axes)
+    lines = compare(expected(lone, explicit.plan), asked(traced.jaxpr), audited)
+    assert agree(lines), [line for line in lines if not line.agrees]
 
 
 def test_positions_and_documents_matter():

@@ -126,8 +126,8 @@ class Ring:
     reduce_dtype: Any
     keeps_first_visitor: bool = False
 
-    def send(self, x: Any, scope: str) -> Any:
-        return jax.tree.map(lambda one: ring_shift(one, self.axis, scope=scope), x)
+    def send(self, x: Any, scope: str, again: bool = False) -> Any:
+        return jax.tree.map(lambda one: ring_shift(one, self.axis, scope=scope, again=again), x)
 
     def meet(
         self, hop: Array | int, q_BSNH: Array, segments_BS: Array | None
@@ -199,18 +199,18 @@ def _backward(ring: Ring, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[Any, 
 
     def step(carry: tuple[Any, ...], hop: Array | int, is_last: bool = False) -> tuple[Any, None]:
         dq, dkv, kv = carry
-        next_kv = kv if is_last else ring.send(kv, "ring/kv")
+        next_kv = kv if is_last else ring.send(kv, "ring/kv", again=True)
         arrived = ring.send(dkv, "ring/dkv")
         more_dq, *more_dkv = visit(kv, hop)
         dkv = tuple(a + more.astype(a.dtype) for a, more in zip(arrived, more_dkv, strict=True))
         return (dq + more_dq, dkv, next_kv), None
 
-    kv = first or ring.send((k_BSKH, v_BSKH), "ring/kv")
+    kv = first or ring.send((k_BSKH, v_BSKH), "ring/kv", again=True)
     own = ring.meet(0, q_BSNH, segments_BS)
     dq, *own_dkv = attend_backward(q_BSNH, k_BSKH, v_BSKH, own.mine, own.theirs, rows)
 
     # The first visitor's gradients begin here, so they have not travelled yet.
-    next_kv = ring.send(kv, "ring/kv") if n > 2 else kv
+    next_kv = ring.send(kv, "ring/kv", again=True) if n > 2 else kv
     more_dq, *visitor_dkv = visit(kv, 1)
     dkv = tuple(x.astype(ring.reduce_dtype) for x in visitor_dkv)
     carry = dq + more_dq, dkv, next_kv
