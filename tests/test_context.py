@@ -236,8 +236,8 @@ def own_documents_everywhere(layout, rank, shape, segments):
     return PART_PLACES(layout, rank, shape, segments)._replace(document_BS=mine.document_BS)
 
 
-def never_home(self, x, scope):
-    return x if scope == "ring/dkv" else SEND(self, x, scope)
+def never_home(self, x, scope, again=False):
+    return x if scope == "ring/dkv" else SEND(self, x, scope, again)
 
 
 def all_heads_travel(attention):
