@@ -26,9 +26,10 @@ inference", §3.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
@@ -77,6 +78,25 @@ class Rows(NamedTuple):
     temperature: Array
     top_k: Array
     top_p: Array
+
+
+def idle_rows(plan: ServePlan, kind: Kind) -> Rows:
+    """Rows of a step of which none has a token, NumPy arrays to be filled in."""
+    num = plan.num_rows(kind)
+
+    def zeros(*shape: int, dtype: Any = np.int32) -> Any:
+        return np.zeros((num, *shape), dtype)
+
+    return Rows(
+        tokens=zeros(plan.row_len(kind)),
+        start=zeros(),
+        num_tokens=zeros(),
+        table=zeros(plan.blocks_per_sequence),
+        seed=zeros(dtype=np.uint32),
+        temperature=zeros(dtype=np.float32),
+        top_k=zeros(),
+        top_p=zeros(dtype=np.float32) + np.float32(1),
+    )
 
 
 # --- sizes and specs -------------------------------------------------------------------------

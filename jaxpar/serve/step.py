@@ -38,6 +38,7 @@ from jaxpar.serve.cache import (
     Rows,
     cache_shapes,
     cache_spec,
+    idle_rows,
     own_tokens,
     stored_dtype,
 )
@@ -155,24 +156,6 @@ class ServeStep:
         """One token of each sequence into the cache, and its next one: int32 [num_slots]."""
         return self.jitted["decode"](params, cache, rows)
 
-    def idle_rows(self, kind: Kind) -> Rows:
-        """Rows of which none has a token, NumPy arrays to be filled in."""
-        num = self.plan.num_rows(kind)
-
-        def zeros(*shape: int, dtype: Any = np.int32) -> Any:
-            return np.zeros((num, *shape), dtype)
-
-        return Rows(
-            tokens=zeros(self.plan.row_len(kind)),
-            start=zeros(),
-            num_tokens=zeros(),
-            table=zeros(self.plan.blocks_per_sequence),
-            seed=zeros(dtype=np.uint32),
-            temperature=zeros(dtype=np.float32),
-            top_k=zeros(),
-            top_p=zeros(dtype=np.float32) + np.float32(1),
-        )
-
     @cached_property
     def jitted(self) -> Mapping[Kind, Any]:
         """The programs as jitted functions of (params, cache, rows), for tracing and auditing."""
@@ -185,7 +168,7 @@ class ServeStep:
         def sharded(like: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
-        rows = self.idle_rows(kind)
+        rows = idle_rows(self.plan, kind)
         rows_sharding = self._sharding(self.rows_spec)
         return (
             jax.tree.map(sharded, self._params_like, self._sharding(self.param_specs)),
