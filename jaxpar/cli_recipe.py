@@ -65,7 +65,7 @@ def one_recipe(
         "plan": plan_json(plan),
         "wire_bytes": {",".join(axes): n for axes, n in wire.items()},
     }
-    shown = [
+    shown: list[Table | str] = [
         f"{name}: {_about(make)}",
         f"Plan: {plan_in_words(plan)}",
         expected_table(rows, f"{config.name} on {plan.mesh}, per step and device"),
