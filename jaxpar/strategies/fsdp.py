@@ -87,7 +87,10 @@ def scan(
 
     if plan.reshard_after_forward or plan.prefetch:
         keep = not plan.reshard_after_forward
-        loop = Loop(body=group, weights=weights, keep=keep, prefetch=plan.prefetch)
+        in_slots = plan.size("pipe") > 1
+        loop = Loop(
+            body=group, weights=weights, keep=keep, prefetch=plan.prefetch, in_slots=in_slots
+        )
         x_BSD, counted = loop(x_BSD, leaves)
     else:
 

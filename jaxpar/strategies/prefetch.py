@@ -38,12 +38,14 @@ class Loop:
     weights: how each weight of a group is gathered, and its gradient scattered.
     keep: keep gathered weights for the backward instead of gathering them again.
     prefetch: gather one group ahead, in both directions; needs `MIN_GROUPS`.
+    in_slots: there is a loop around this one, in whose every turn weights are to be gathered anew.
     """
 
     body: Callable[[Array, list[Array]], tuple[Array, Any]]
     weights: Sequence[Weight]
     keep: bool
     prefetch: bool
+    in_slots: bool = False
 
     def __call__(self, x: Array, shards: list[Array]) -> tuple[Array, Any]:
         """What `lax.scan(body, x, shards)` returns where shards [G, ..] are whole."""
@@ -69,6 +71,9 @@ class Loop:
     def _forward(self, x: Array, shards: list[Array]) -> tuple[tuple[Array, Any], Any, Any]:
         """The result; what the backward needs of each group; and of the last, where it is apart."""
         num_groups = len(shards[0])
+        if self.in_slots:  # or a compiler may gather before all slots, and keep it
+            axes = tuple(varying_axes(x))
+            shards = [_behind(vary(shard, axes), x) for shard in shards]
 
         def turn(x: Array, i: Array) -> tuple[Array, Any]:
             x, counted, saved = self._group(x, self._gather(_at(shards, i)))
