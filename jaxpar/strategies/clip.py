@@ -48,8 +48,11 @@ def global_norm(gradients: Params, split_axes: Params) -> Array:
 
 
 def clip(gradients: Params, norm: Array, max_norm: float) -> Params:
-    """Gradients scaled so that their global norm is at most `max_norm`; infinity never clips."""
-    scale = jnp.minimum(1.0, max_norm / norm)
+    """Gradients scaled so that their global norm is at most `max_norm`; infinity never clips.
+
+    A norm that is not finite leaves them alone, so that it stays visible which of them are not.
+    """
+    scale = jnp.where(jnp.isfinite(norm), jnp.minimum(1.0, max_norm / norm), 1.0)
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
 
 
