@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_TABLE_ELEMENTS = 1 << 16
@@ -85,6 +86,48 @@ def compiled_text(compiled: Any) -> str | None:
     except (AttributeError, NotImplementedError, RuntimeError, ValueError):
         return text  # a backend that keeps no modules, or several programs
     return _with_tables(text, tables, module)
+
+
+def portable_module(lowered: Any) -> bytes:
+    """StableHLO bytecode of a `Lowered`, source locations and all: what a compiler is given."""
+    data = io.BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(data)
+    return data.getvalue()
+
+
+def compile_only(module: bytes, devices: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """An executable of `portable_module` for devices of a topology, in the order of its mesh.
+
+    As `lowered.compile(options)` does where the devices are in its shardings. What the compiler
+    does with a bad module or option is its own affair: call this in a child process only.
+    """
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    told = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=np.array(devices, dtype=object)[None],
+        env_options_overrides=dict(options),
+    )
+    # Where the program does not say how a result is sharded, as jit does.
+    told.executable_build_options.allow_spmd_sharding_propagation_to_output = [True]
+    with mlir.make_ir_context():
+        return devices[0].client.compile(
+            ir.Module.parse(module),
+            executable_devices=xla_client.DeviceList(tuple(devices)),
+            compile_options=told,
+        )
+
+
+def executable_text(executable: Any) -> str:
+    """HLO text of what `compile_only` returns, small integer tables in full."""
+    (module,) = executable.hlo_modules()
+    text: str = module.to_string()
+    return _with_tables(text, _tables_of(text), module)
 
 
 def _hlo() -> Any:

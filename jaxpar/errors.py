@@ -63,6 +63,27 @@ class DivergedError(JaxparError):
         self.step, self.leaf = step, leaf
 
 
+class TargetError(JaxparError):
+    """Hardware to compile for that does not exist, that a mesh does not fit, or that cannot be
+    compiled for here."""
+
+
+class CompilerError(TargetError):
+    """A target's compiler that refused the program, ended, or took too long or too much memory."""
+
+    exit_code = 1
+
+
+class OutOfDeviceMemoryError(CompilerError):
+    """A program that does not fit into the memory of one device, in bytes where they are told."""
+
+    def __init__(
+        self, message: str, *, used_bytes: int | None = None, available_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.used_bytes, self.available_bytes = used_bytes, available_bytes
+
+
 class AuditError(JaxparError):
     """Something that cannot be read as a compiled program; `line` is where, if that is known."""
 

@@ -38,6 +38,8 @@ class Chip:
     hbm_bytes, hbm_bytes_per_s: memory and its bandwidth.
     topology: what the links join: "torus" (neighbours) or "switch" (all of a domain).
     link_bytes_per_s: of one of num_links links, in one direction.
+    wrap_size: a dim of a slice is a ring where it is a multiple of this, else a line; None behind a
+    switch.
     domain_size: chips that links join, directly or over others; beyond it they send
     scale_out_bytes_per_s each.
     clock_hz: cycles per second of XLA's estimates (TPU), else None.
@@ -53,6 +55,7 @@ class Chip:
     topology: str
     link_bytes_per_s: float
     num_links: int
+    wrap_size: int | None
     domain_size: int
     scale_out_bytes_per_s: float
     clock_hz: float | None
@@ -98,11 +101,13 @@ def _chip(name: str, row: dict[str, Any]) -> Chip:
     peaks = {dtype: row.pop(key) for key, dtype in _PEAKS.items() if key in row}
     platform = "tpu" if row["topology"] == "torus" else "gpu"
     hbm_bytes, clock_hz = int(row.pop("hbm_bytes")), row.pop("clock_hz", None)
+    wrap_size = row.pop("wrap_size", None)
     return Chip(
         name=name,
         platform=platform,
         peak_flops=MappingProxyType(peaks),
         hbm_bytes=hbm_bytes,
         clock_hz=clock_hz,
+        wrap_size=wrap_size,
         **row,
     )

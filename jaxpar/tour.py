@@ -138,7 +138,7 @@ def take_tour(
     """
     started = time.perf_counter()
     config, corpus = config or preset("tiny"), corpus or Corpus.standard_library()
-    variants = _chosen(only)
+    variants = chosen(only)
     models = [preset(v.model) if v.model else config for v in variants]
     plans = [v.plan(batch_size=batch_size, seq_len=seq_len) for v in variants]
     use_cpu_devices(max(plan.mesh.num_devices for plan in plans))
@@ -226,7 +226,8 @@ def train(
     return Trained(np.array(losses), np.array(norms), jax.device_get(state.params), start)
 
 
-def _chosen(only: Sequence[str]) -> list[Variant]:
+def chosen(only: Sequence[str]) -> list[Variant]:
+    """Rows of these names, or all. PlanError for a name that no strategy has."""
     of_strategies = (v for s in compose.all_strategies().values() for v in s.variants)
     every = {v.name: v for v in (*of_strategies, *recipes.VARIANTS)}
     for name in only:

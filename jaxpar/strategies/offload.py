@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import optax
 from jax.extend.core import Jaxpr, jaxprs_in_params
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxpar.errors import PlanError
 from jaxpar.model.config import ModelConfig
@@ -193,8 +193,10 @@ def check(config: ModelConfig, plan: Plan) -> None:
         )
 
 
-def check_memory(plan: Plan, mesh: Mesh) -> None:
+def check_memory(plan: Plan, mesh: Mesh | AbstractMesh) -> None:
     """Raise PlanError where the mesh's devices have no host memory to offload to."""
+    if isinstance(mesh, AbstractMesh):  # of a target's devices, which all have it
+        return
     device = mesh.local_devices[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if plan.offload and HOST not in kinds:

@@ -1,0 +1,326 @@
+"""What a compiler made of the collectives it was asked for: the same data, as other kinds.
+
+Operation counts differ from backend to backend, and so do element types; the normalised payload
+does not: all elements that go over the same axes, whatever the kind and however many operations
+share them. It is in the type that was asked for, so that bytes compare with the closed form. Kinds
+change in ways that are recognised here, each with what it costs on the wire:
+
+* reduce-scatter → all-reduce (and a slice): the full buffer twice around instead of once.
+* all-gather → all-reduce (of zeros around the own part): the same.
+* all-reduce → reduce-scatter and all-gather: the same bytes, in two operations.
+* all-to-all → all-gather (and a slice), permute → all-to-all and the like.
+* between slices: sends and receives instead of any of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxpar.audit.asked import Asked
+from jaxpar.audit.result import Audit, Collective
+from jaxpar.audit.shape import DTYPE_BITS
+from jaxpar.collectives import wire_bytes
+
+Counts = NDArray[np.int64]
+"""Of something on each device, or [1] where all devices do the same."""
+
+_SENDS = ("send", "recv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """One kind over the same axes, per step, on the device that has most of it."""
+
+    kind: str
+    count: int
+    payload_bytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Payload that was asked for as `was` and goes as `now`, in bytes of the asked type.
+
+    extra_wire_bytes: what each device sends for that beyond what it was asked to; may be negative.
+    """
+
+    was: str
+    now: str
+    payload_bytes: int
+    extra_wire_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.was} → {self.now}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverAxes:
+    """Everything over one set of axes (or one irregular set of groups, then named so).
+
+    asked, compiled: by kind. payload_bytes, normalised_bytes: of all kinds, asked for and compiled,
+    both in asked types; equal where `agrees`. narrowed_bytes: what the compiler saved on the wire
+    by sending a narrower type (negative: what a wider one costs), in payload. reason: why not,
+    as far as the numbers tell.
+    """
+
+    axes: tuple[str, ...]
+    asked: tuple[Totals, ...]
+    compiled: tuple[Totals, ...]
+    changes: tuple[Change, ...] = ()
+    payload_bytes: int | None = None
+    normalised_bytes: int | None = None
+    narrowed_bytes: int = 0
+    reason: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return not self.reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """All axes of a program, in order of first appearance."""
+
+    over: tuple[OverAxes, ...]
+
+    @property
+    def agrees(self) -> bool:
+        return all(row.agrees for row in self.over)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [_json(row) for row in self.over]
+
+
+def changes(asked: Sequence[Asked], audit: Audit) -> Changes:
+    """What became of `asked` in the audited program. Its mesh has to be known."""
+    names = dict.fromkeys([*(row.axes for row in asked), *map(_axes, audit.collectives)])
+    sizes = audit.mesh or {}
+    return Changes(
+        over=tuple(
+            _over(
+                axes,
+                [row for row in asked if row.axes == axes],
+                [found for found in audit.collectives if _axes(found) == axes],
+                sizes,
+            )
+            for axes in names
+            if axes
+        )
+    )
+
+
+def _axes(found: Collective) -> tuple[str, ...]:
+    if found.axes is not None:
+        return found.axes
+    return (found.axes_note or "irregular groups",)
+
+
+def _over(
+    axes: tuple[str, ...],
+    asked: Sequence[Asked],
+    compiled: Sequence[Collective],
+    sizes: Mapping[str, int],
+) -> OverAxes:
+    want, have = _Sum(asked), _Sum(compiled)
+    answer = OverAxes(axes=axes, asked=want.totals, compiled=have.totals)
+    if want.unknown or have.unknown:
+        side = "asked for" if want.unknown else "compiled"
+        unknown = want.unknown or have.unknown
+        return replace(answer, reason=f"{side}: how often {unknown} runs is not known")
+    group = math.prod(sizes.get(axis, 1) for axis in axes)
+    found, missing, extra = _matched(want.elements, have.elements)
+    told = tuple(
+        _change(was, now, elements, want.bytes_per_element(was), group)
+        for was, now, elements in found
+    )
+    # Elements have to be the same; what they are sent as is the compiler's choice.
+    narrow = want.total_bytes - have.total_bytes if not (missing or extra) else 0
+    return replace(
+        answer,
+        changes=told,
+        payload_bytes=want.total_bytes,
+        normalised_bytes=want.total_bytes + _in_asked_bytes(want, missing, extra),
+        narrowed_bytes=narrow - _doubled(found, want),
+        reason=_reason(missing, extra, asked),
+    )
+
+
+class _Sum:
+    """Executions, elements and bytes of some collectives, by kind, on each device."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self.elements: dict[str, Counts] = {}
+        self._counts: dict[str, Counts] = {}
+        self._bytes: dict[str, Counts] = {}
+        self._dtypes: dict[str, dict[str, None]] = {}
+        self.unknown = ""
+        for row in rows:
+            counts = _counts(row)
+            if counts is None:
+                self.unknown = self.unknown or f"an {row.kind}"
+                continue
+            kind = "send" if row.kind in _SENDS else row.kind
+            amounts = (1, row.payload_bytes, _elements(row))
+            for name, amount in zip(
+                (self._counts, self._bytes, self.elements), amounts, strict=True
+            ):
+                name[kind] = _added(name.get(kind, np.zeros(1, np.int64)), counts * amount)
+            self._dtypes.setdefault(kind, {})[row.dtype] = None
+
+    @property
+    def totals(self) -> tuple[Totals, ...]:
+        return tuple(
+            Totals(
+                kind=kind,
+                count=int(self._counts[kind].max()),
+                payload_bytes=int(self._bytes[kind].max()),
+                dtypes=tuple(self._dtypes[kind]),
+            )
+            for kind in self._counts
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        total = np.zeros(1, np.int64)
+        for each in self._bytes.values():
+            total = _added(total, each)
+        return int(total.max())
+
+    def bytes_per_element(self, kind: str) -> float:
+        elements = int(self.elements[kind].sum()) if kind in self.elements else 0
+        return int(self._bytes[kind].sum()) / elements if elements else 4.0
+
+
+def _counts(row: Any) -> Counts | None:
+    on_each = getattr(row, "device_counts", None)
+    if on_each is not None:
+        return np.array(on_each, np.int64)
+    return None if row.count is None else np.array([row.count], np.int64)
+
+
+def _elements(row: Any) -> int:
+    buffers = getattr(row, "buffers", None) or (row,)
+    return sum(b.payload_bytes * 8 // DTYPE_BITS.get(b.dtype, 8) for b in buffers)
+
+
+def _added(a: Counts, b: Counts) -> Counts:
+    total: Counts = a + b  # [1] and [devices] broadcast
+    return total
+
+
+# --- which kind became which -----------------------------------------------------------------
+
+_USUAL = (
+    ("reduce-scatter", "all-reduce"),
+    ("all-gather", "all-reduce"),
+    ("all-to-all", "all-gather"),
+    ("ragged-all-to-all", "all-to-all"),
+    ("collective-permute", "send"),
+    ("all-reduce", "send"),
+    ("all-gather", "send"),
+    ("reduce-scatter", "send"),
+    ("all-to-all", "send"),
+)
+
+
+def _matched(
+    want: Mapping[str, Counts], have: Mapping[str, Counts]
+) -> tuple[list[tuple[str, str, Counts]], dict[str, Counts], dict[str, Counts]]:
+    """(was, now, elements) of what changed its kind; what is missing then, and what is too much."""
+    zero = np.zeros(1, np.int64)
+    gap = {kind: want.get(kind, zero) - have.get(kind, zero) for kind in {**want, **have}}
+    found: list[tuple[str, str, Counts]] = []
+
+    def move(was: str, now: str, elements: Counts) -> None:
+        found.append((was, now, elements))
+        gap[was] = gap[was] - elements
+        gap[now] = gap[now] + elements
+
+    both = ("reduce-scatter", "all-gather")
+    if "all-reduce" in gap and all(kind in gap for kind in both):
+        # An all-reduce in two halves: its elements appear in both.
+        halves = np.minimum(gap["all-reduce"], np.minimum(-gap[both[0]], -gap[both[1]])).clip(0)
+        if halves.any():
+            move("all-reduce", "reduce-scatter", halves)
+            gap["all-gather"] = gap["all-gather"] + halves
+            found[-1] = ("all-reduce", "reduce-scatter + all-gather", halves)
+    others = [(was, now) for was in gap for now in gap if (was, now) not in _USUAL]
+    for was, now in (*_USUAL, *others):
+        if was != now and was in gap and now in gap:
+            elements = np.minimum(gap[was], -gap[now]).clip(0)
+            if elements.any():
+                move(was, now, elements)
+    missing = {kind: it.clip(0) for kind, it in gap.items() if (it > 0).any()}
+    extra = {kind: (-it).clip(0) for kind, it in gap.items() if (it < 0).any()}
+    return found, missing, extra
+
+
+def _change(was: str, now: str, elements: Counts, each: float, group: int) -> Change:
+    payload = round(int(elements.max()) * each)
+    after = sum(wire_bytes(kind, payload, group) for kind in now.split(" + "))
+    return Change(
+        was=was,
+        now=now,
+        payload_bytes=payload,
+        extra_wire_bytes=after - wire_bytes(was, payload, group),
+    )
+
+
+def _doubled(found: Iterable[tuple[str, str, Counts]], want: _Sum) -> int:
+    """Payload that stands in the compiled program twice, as both halves of an all-reduce."""
+    return -sum(
+        round(int(elements.max()) * want.bytes_per_element(was))
+        for was, now, elements in found
+        if "+" in now
+    )
+
+
+def _in_asked_bytes(want: _Sum, missing: Mapping[str, Counts], extra: Mapping[str, Counts]) -> int:
+    total = 0.0
+    for rows, sign in ((extra, 1), (missing, -1)):
+        for kind, elements in rows.items():
+            total += sign * int(elements.max()) * want.bytes_per_element(kind)
+    return round(total)
+
+
+def _reason(
+    missing: Mapping[str, Counts],
+    extra: Mapping[str, Counts],
+    asked: Sequence[Asked],
+) -> str:
+    """Why elements differ, in words; "" where they do not."""
+    parts = []
+    for rows, word in ((missing, "missing"), (extra, "more")):
+        for kind, elements in rows.items():
+            n = int(elements.max())
+            whole = [a for a in asked if a.kind == kind and a.count and n % _elements(a) == 0]
+            hoisted = any(
+                0 < n < (a.count or 0) * _elements(a) and n == ((a.count or 0) - 1) * _elements(a)
+                for a in whole
+            )
+            why = " (once, not in each trip of a loop)" if hoisted and word == "missing" else ""
+            parts.append(f"{n:,} elements of {kind} {word}{why}")
+    return "; ".join(parts)
+
+
+def _json(row: OverAxes) -> dict[str, Any]:
+    def totals(rows: Sequence[Totals]) -> list[dict[str, Any]]:
+        return [{**vars(it), "dtypes": list(it.dtypes)} for it in rows]
+
+    return {
+        "axes": list(row.axes),
+        "asked": totals(row.asked),
+        "compiled": totals(row.compiled),
+        "changes": [dict(vars(change)) for change in row.changes],
+        "payload_bytes": row.payload_bytes,
+        "normalised_bytes": row.normalised_bytes,
+        "narrowed_bytes": row.narrowed_bytes,
+        "agrees": row.agrees,
+        "reason": row.reason,
+    }

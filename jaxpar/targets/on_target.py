@@ -1,0 +1,135 @@
+"""A training step compiled for hardware that is not here, and what its compiler made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxpar import compat
+from jaxpar.audit import audit
+from jaxpar.audit.asked import Asked, asked
+from jaxpar.audit.result import Audit, Collective, Memory
+from jaxpar.predict.volume import expected
+from jaxpar.strategies.strategy import Expected
+from jaxpar.targets.cache import Cache
+from jaxpar.targets.changes import Changes, changes
+from jaxpar.targets.compiler import Compiled, Limits, Options, Progress, compile_module
+from jaxpar.targets.placement import Placement, place
+from jaxpar.targets.target import Target
+from jaxpar.train import TrainStep
+
+_LOWERED_FOR = {"tpu": "tpu", "gpu": "cuda"}
+
+
+class StepOnTarget(TrainStep):
+    """A step on devices that are only described: it can be traced and lowered, and not run."""
+
+    @cached_property
+    def mesh(self) -> AbstractMesh:  # type: ignore[override]
+        axes = self.plan.mesh.all_axes
+        types = (AxisType.Auto,) * len(axes)
+        return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnTarget:
+    """What a compiler made of a step.
+
+    expected, asked: the closed form and the jaxpr's own count. audit: of the compiled program, with
+    times on the target's chip. changes: how the compiled differs from the asked.
+    """
+
+    step: TrainStep
+    target: Target
+    placement: Placement
+    compiled: Compiled
+    expected: tuple[Expected, ...]
+    asked: tuple[Asked, ...]
+    audit: Audit
+
+    @cached_property
+    def changes(self) -> Changes:
+        return changes(self.asked, self.audit)
+
+    def links(self, collective: Collective) -> str:
+        """Which links one of audit.collectives uses, see `Where.links`."""
+        return self.compiled.where.links(collective)
+
+    @property
+    def available_bytes(self) -> int:
+        """Memory of one device."""
+        return self.target.hardware.hbm_bytes // self.target.devices_per_chip
+
+    @property
+    def fits(self) -> bool:
+        return self.compiled.device_bytes <= self.available_bytes
+
+
+def on_target(step: TrainStep, target: Target) -> StepOnTarget:
+    """The same step, for the devices of a target. Raises PlanError for what they do not allow."""
+    mesh = replace(step.plan.mesh, platform=target.platform, target=target.told.strip("'"))
+    return StepOnTarget(
+        config=step.config,
+        plan=replace(step.plan, mesh=mesh),
+        optimizer=step.optimizer,
+        clip_norm=step.clip_norm,
+    )
+
+
+def compile_for(
+    step: TrainStep,
+    target: Target | str,
+    *,
+    options: Options | None = None,
+    limits: Limits | None = None,
+    cache: Cache | None = None,
+    progress: Progress = lambda stage, seconds, rss_bytes: None,
+) -> OnTarget:
+    """Compile a step for a target ("v5e:2x4", "h100:1x8") and audit it. Nothing runs.
+
+    options: XLA's, by name, such as {"xla_tpu_enable_latency_hiding_scheduler": True}. cache: where
+    compiled programs are kept; None keeps none. Raises TargetError for a mesh that does not fit the
+    target, and see `compile_module`.
+    """
+    if isinstance(target, str):
+        target = Target.parse(target)
+    placement = place(step.plan.mesh.named_axes, target.dims, str(target))
+    step = on_target(step, target)
+    progress("tracing", 0.0, 0)
+    traced = step.jitted.trace(*step.abstract_inputs)
+    lowered = traced.lower(lowering_platforms=(_LOWERED_FOR[target.platform],))
+    compiled = compile_module(
+        compat.portable_module(lowered),
+        target=target,
+        placement=placement,
+        options=options,
+        limits=limits,
+        cache=cache,
+        progress=progress,
+    )
+    progress("auditing", compiled.seconds, 0)
+    found = audit(compiled.text, mesh=step.plan.mesh.all_axes, chip=target.hardware)
+    return OnTarget(
+        step=step,
+        target=target,
+        placement=placement,
+        compiled=compiled,
+        expected=tuple(expected(step.config, step.plan)),
+        asked=tuple(asked(traced.jaxpr)),
+        audit=replace(found, memory=_memory(found.memory, compiled)),
+    )
+
+
+def _memory(memory: Memory | None, compiled: Compiled) -> Memory:
+    """XLA's own account, with the largest buffers that the schedule keeps alive."""
+    told = compiled.memory
+    known = memory or Memory(argument_bytes=0, output_bytes=0, temp_bytes=None, peak_bytes=None)
+    return replace(
+        known,
+        argument_bytes=told["argument_bytes"] or 0,
+        output_bytes=told["output_bytes"] or 0,
+        temp_bytes=told["temp_bytes"],
+        peak_bytes=told["peak_bytes"],
+    )
