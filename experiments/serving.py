@@ -66,7 +66,7 @@ class Setting:
             num_slots=num_slots,
             max_seq_len=max_seq_len,
             block_len=block_len,
-            num_blocks=max(least, int(most * self.blocks)),
+            num_blocks=max(least, int(most * self.blocks) // shards * shards),
             chunk_len=self.chunk_len,
             compute_dtype="float32",
             **self.fields,

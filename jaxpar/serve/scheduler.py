@@ -76,12 +76,12 @@ class Request:
 
     def check(self, config: ModelConfig, plan: ServePlan) -> None:
         """Raise RequestError for what this model, or this plan's cache, has no place for."""
-        worst = max((*self.prompt, *self.stop_tokens), key=lambda t: -t if t < 0 else t)
-        if min((*self.prompt, *self.stop_tokens)) < 0 or worst >= config.vocab:
-            raise RequestError(
-                f"The request has a token {worst}, and {config.name} has vocab={config.vocab}: "
-                f"tokens go from 0 to {config.vocab - 1}."
-            )
+        for token in (*self.prompt, *self.stop_tokens):
+            if not 0 <= token < config.vocab:
+                raise RequestError(
+                    f"The request has a token {shown(token)}, and {config.name} has vocab="
+                    f"{config.vocab}: tokens go from 0 to {config.vocab - 1}."
+                )
         if len(self.prompt) + self.max_new_tokens > plan.max_seq_len:
             room = plan.max_seq_len - len(self.prompt)
             raise RequestError(

@@ -150,11 +150,22 @@ class ServeStep:
         The cache is donated: keep the returned one. A row's token means something where its chunk
         is the prompt's last.
         """
-        return self.jitted["prefill"](params, cache, rows)
+        return self.compiled("prefill")(params, cache, rows)
 
     def decode(self, params: Params, cache: Cache, rows: Rows) -> tuple[Cache, Array]:
         """One token of each sequence into the cache, and its next one: int32 [num_slots]."""
-        return self.jitted["decode"](params, cache, rows)
+        return self.compiled("decode")(params, cache, rows)
+
+    def compiled(self, kind: Kind) -> Any:
+        """The compiled program, which the first step of its kind makes; what an audit reads."""
+        if kind not in self._compiled:
+            lowered = self.jitted[kind].lower(*self.abstract_inputs(kind))
+            self._compiled[kind] = lowered.compile()
+        return self._compiled[kind]
+
+    @cached_property
+    def _compiled(self) -> dict[Kind, Any]:
+        return {}
 
     @cached_property
     def jitted(self) -> Mapping[Kind, Any]:
