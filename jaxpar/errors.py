@@ -46,6 +46,18 @@ class RequestError(JaxparError):
     """A request that cannot be served: what it asks for, or what the plan has room for."""
 
 
+class LostError(JaxparError):
+    """A request that nobody is left to serve: every device that could was lost. No wrong input."""
+
+    exit_code = 1
+
+
+class IndependenceError(JaxparError):
+    """Replicas that communicate, or of which it cannot be told that they do not."""
+
+    exit_code = 1
+
+
 class ExperimentError(JaxparError):
     """A script that says what to train and cannot be read, or says what cannot be."""
 
