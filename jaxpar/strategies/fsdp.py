@@ -77,6 +77,8 @@ def scan(
     params = jax.tree.leaves(stacked, is_leaf=is_param)
     leaves, structure = jax.tree.flatten(stacked)
     weights = [all_[path_of(param)] for param in params]
+    if any(weight.is_held for weight in weights):  # a pipeline's dense layers before its stages
+        return lax.scan(body, x_BSD, stacked)
     if k > 1:
         leaves = [leaf.reshape(-1, k, *leaf.shape[1:]) for leaf in leaves]
         weights = [weight.stacked() for weight in weights]
@@ -147,7 +149,7 @@ def check(config: ModelConfig, plan: Plan) -> None:
     in_a_row = {num_staged(config), config.num_dense_layers} - {0}
     if plan.size("pipe") > 1:
         num_chunks = plan.size("pipe") * plan.num_virtual_stages
-        in_a_row = {layers_per_chunk(num_staged(config), num_chunks), config.num_dense_layers} - {0}
+        in_a_row = {layers_per_chunk(num_staged(config), num_chunks)}
     for num_layers in sorted(in_a_row):
         if num_layers % k:
             raise PlanError(
@@ -160,6 +162,14 @@ def check(config: ModelConfig, plan: Plan) -> None:
                 f"{config.name}: prefetch=True gathers ahead in a loop over at least {MIN_GROUPS} "
                 f"groups of layers, and {num_layers} layers with num_layers_per_gather={k} make "
                 f"{num_layers // k}. Nearest num_layers: {MIN_GROUPS * k}; or set prefetch=False."
+            )
+        if plan.size("pipe") > 1 and not holds_weights(plan) and num_layers == k:
+            raise PlanError(
+                f"{config.name}: reshard_after_forward=True with pipe={plan.size('pipe')} gathers "
+                f"group after group of a chunk's layers in each slot, and {num_layers} layers with "
+                f"num_layers_per_gather={k} are one group, whose gathers forward and backward "
+                f"compilers make one of. Set reshard_after_forward=False or zero=1, which gather "
+                f"once per step."
             )
 
 

@@ -153,10 +153,10 @@ def weights(plan: Plan, layout: Layout) -> dict[str, Weight]:
 def weight(plan: Plan, placed: Placed) -> Weight:
     parameter = placed.parameter
     name = split_dim(parameter, plan)
-    # Two stages use the tables, and all would gather them in every slot.
+    # What is whole on all stages one or two of them use, and all would gather it in every slot.
+    is_whole = pipeline.AXIS not in placed.split_axes
     is_held = plan.zero == 1 or (
-        plan.size(pipeline.AXIS) > 1
-        and (parameter.num_stacked is None or pipeline.holds_weights(plan))
+        plan.size(pipeline.AXIS) > 1 and (is_whole or pipeline.holds_weights(plan))
     )
     return Weight(
         dim=None if name is None else parameter.dims.index(name),

@@ -108,7 +108,7 @@ def start(
 
         def turn(x_BSD: Array, layer: tuple[list[Array], list[Array | None]]) -> Any:
             values = [
-                use(shard, weights[path])
+                (shard if weights[path].is_held else use(shard, weights[path]))
                 if whole is None
                 else use_whole(shard, whole, weights[path])
                 for path, shard, whole in zip(paths, *layer, strict=True)

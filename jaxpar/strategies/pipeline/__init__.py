@@ -37,7 +37,7 @@ from __future__ import annotations
 from jaxpar.errors import PlanError
 from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.strategies.pipeline.builders import BUILDERS
-from jaxpar.strategies.pipeline.choice import AXIS, num_staged, schedule_of
+from jaxpar.strategies.pipeline.choice import AXIS, layers_per_chunk, num_staged, schedule_of
 from jaxpar.strategies.pipeline.program import phases
 from jaxpar.strategies.pipeline.schedule import Schedule
 from jaxpar.strategies.pipeline.stage import STACK as STACK
@@ -103,6 +103,12 @@ def check(config: ModelConfig, plan: Plan) -> None:
             f"{f' without num_dense_layers={dense}, which go with the embedding,' * bool(dense)} "
             f"are too few for pipe={p} stages with num_virtual_stages={v} chunks on each: every "
             f"chunk has a layer. Nearest {right}."
+        )
+    if plan.remat in ("dots", "full") and layers_per_chunk(L, p * v) == 1:
+        raise PlanError(
+            f"{config.name}: remat={plan.remat!r} with pipe={p} and num_virtual_stages={v}: a "
+            f"chunk is one layer of num_layers={config.num_layers}, and its backward begins with "
+            f"computing it again from its input. Set remat='none' or 'selective'."
         )
     schedule = schedule_of(plan)
     for field, have, want in (
