@@ -41,6 +41,12 @@ def test_the_clock_times_what_the_matrix_units_do_is_the_peak(name, flops_per_cy
     assert found.clock_hz * flops_per_cycle == pytest.approx(found.flops_per_s("bf16"), rel=2e-3)
 
 
+def test_a_torus_says_when_its_dims_are_rings_and_a_switch_has_none():
+    sizes = {name: it.wrap_size for name, it in chips().items() if it.topology == "torus"}
+    assert sizes == {"v4": 4, "v5e": 16, "v5p": 4, "v6e": 16, "tpu7x": 4}
+    assert all(it.wrap_size is None for it in chips().values() if it.topology == "switch")
+
+
 def test_published_totals_of_the_links_come_out():
     both_ways = {name: 2 * it.link_bytes_per_s * it.num_links for name, it in chips().items()}
     assert both_ways["v5e"] == 400e9 and both_ways["v6e"] == 800e9

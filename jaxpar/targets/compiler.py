@@ -117,7 +117,7 @@ def compile_module(
     went over `limits`.
     """
     options, limits = dict(options or {}), limits or Limits()
-    versions = _versions(target)
+    versions = require_compiler(target)
     request = {
         "topology": _topology(target),
         "dims": dict(target.dims),
@@ -270,8 +270,8 @@ def _environment(target: Target, folder: Path) -> dict[str, str]:
 # --- what the compiler is told ---------------------------------------------------------------
 
 
-def _versions(target: Target) -> dict[str, str]:
-    """Of all that decides what comes out. TargetError where the compiler is not installed."""
+def require_compiler(target: Target) -> dict[str, str]:
+    """Versions of all that decides what comes out. TargetError where the compiler is missing."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     for name in _PACKAGES[target.platform]:
         try:

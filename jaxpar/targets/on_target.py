@@ -15,7 +15,14 @@ from jaxpar.predict.volume import expected
 from jaxpar.strategies.strategy import Expected
 from jaxpar.targets.cache import Cache
 from jaxpar.targets.changes import Changes, changes
-from jaxpar.targets.compiler import Compiled, Limits, Options, Progress, compile_module
+from jaxpar.targets.compiler import (
+    Compiled,
+    Limits,
+    Options,
+    Progress,
+    compile_module,
+    require_compiler,
+)
 from jaxpar.targets.placement import Placement, place
 from jaxpar.targets.target import Target
 from jaxpar.train import TrainStep
@@ -95,6 +102,7 @@ def compile_for(
     """
     if isinstance(target, str):
         target = Target.parse(target)
+    require_compiler(target)
     placement = place(step.plan.mesh.named_axes, target.dims, str(target))
     step = on_target(step, target)
     progress("tracing", 0.0, 0)

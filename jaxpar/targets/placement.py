@@ -211,10 +211,10 @@ def _placement(
     before: dict[str, NDArray[np.int64]] = {}  # of the same axis: how many turns were made
     for (axis, part), position in zip(cuts, index, strict=True):
         is_torus = part.dim not in (*OUTER, *INNER)
-        if is_torus and axis in before:
-            position = np.where(before[axis] % 2, part.size - 1 - position, position)
         if is_torus:
-            before[axis] = before.get(axis, 0) * part.size + position
+            turns = before.get(axis, np.zeros_like(position))
+            before[axis] = turns * part.size + position
+            position = np.where(turns % 2, part.size - 1 - position, position)
         coordinates[:, names.index(part.dim)] += position * part.stride
     parts = {axis: tuple(part for owner, part in cuts if owner == axis) for axis in taken}
     return Placement(dims=dict(dims), parts=parts, coordinates=coordinates)
