@@ -73,7 +73,10 @@ class Loop:
         num_groups = len(shards[0])
         if self.in_slots:  # or a compiler may gather before all slots, and keep it
             axes = tuple(varying_axes(x))
-            shards = [_behind(vary(shard, axes), x) for shard in shards]
+            shards = [
+                shard if weight.dim is None else _behind(vary(shard, axes), x)
+                for weight, shard in zip(self.weights, shards, strict=True)
+            ]
 
         def turn(x: Array, i: Array) -> tuple[Array, Any]:
             x, counted, saved = self._group(x, self._gather(_at(shards, i)))
