@@ -36,7 +36,7 @@ from jaxpar.strategies.plan import Plan
 from jaxpar.train import TrainStep
 from jaxpar.update import TrainState
 
-NOT_IN_THE_WEIGHTS = ("name", "max_seq_len")
+NOT_IN_THE_WEIGHTS = ("name", "max_seq_len", "dropout")
 """Fields of a model that may differ between who saves and who restores."""
 
 

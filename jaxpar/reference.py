@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.errors import PlanError
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.model.routing import drop_over_capacity
@@ -64,6 +65,11 @@ def plain_step(
         return jnp.sum(batch.mask_BS != 0, dtype=jnp.int32)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if config.dropout and batch.numbers_BS is None:
+            raise PlanError(
+                f"dropout={config.dropout}, and the batch's numbers_BS is missing. Corpus.batch "
+                f"numbers tokens."
+            )
         (loss, stats), gradients = jax.value_and_grad(mean_loss, has_aux=True)(state.params, batch)
         norm = optax.tree.norm(gradients)
         clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradients, optax.EmptyState())

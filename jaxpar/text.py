@@ -42,6 +42,8 @@ class Batch(NamedTuple):
     """float32: 1 where token and label count, 0 in the padding at the end of a row."""
     segments_BS: Any = None
     """int32 document of each token, where rows are packed: it sees its own document only."""
+    numbers_BS: Any = None
+    """uint32 number of each token in all the data that is trained on: dropout's noise is its."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +119,9 @@ class Corpus:
         With `packed` a row is filled with about four documents, each cut from another place, and
         `segments_BS` numbers them from 1; padding is document 0.
 
+        `numbers_BS` counts tokens, padding too, from a place that the seed chooses, over rows and
+        steps of this size, modulo 2³².
+
         Raises `TextError` for sizes below 1, a negative step or seed, and a text that is too short.
         """
         _check_whole("step", step, at_least=0)
@@ -152,7 +157,14 @@ class Corpus:
             labels_BS=self.data[from_BS + 1].astype(np.int32) * mask_BS,
             mask_BS=mask_BS.astype(np.float32),
             segments_BS=segments_BS,
+            numbers_BS=_numbers(seed, step, (batch_size, seq_len)),
         )
+
+
+def _numbers(seed: int, step: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
+    size = shape[0] * shape[1]
+    first = int(np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1)[0]) + step * size
+    return (first % 2**32 + np.arange(size, dtype=np.uint64)).astype(np.uint32).reshape(shape)
 
 
 def _check_whole(name: str, value: Any, *, at_least: int) -> None:

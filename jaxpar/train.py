@@ -171,7 +171,7 @@ class TrainStep:
         """Of a whole batch. Documents are told of all of a row's tokens: attention asks for it."""
         spec = self.batch_spec
         documents = PartitionSpec(spec[0]) if self.plan.packed else None
-        return Batch(spec, spec, spec, documents)
+        return Batch(spec, spec, spec, documents, spec if self.config.dropout else None)
 
     # --- using it ----------------------------------------------------------------------------
 
@@ -267,6 +267,8 @@ class TrainStep:
                 f"The batch is a {type(batch).__name__}, and has to be a "
                 f"Batch({', '.join(Batch._fields)}), as Corpus.batch makes it."
             )
+        if not self.config.dropout:
+            batch = batch._replace(numbers_BS=None)
         want = self.plan.batch_size, self.plan.seq_len
         for name, array in batch._asdict().items():
             if name == "segments_BS" and not self.plan.packed and array is None:
@@ -277,7 +279,14 @@ class TrainStep:
                     f"{'missing' if array is None else 'there'}: rows of several documents need "
                     f"both. Corpus.batch(packed=True) makes such rows."
                 )
-            dtype = "float32" if name == "mask_BS" else "int32"
+            if name == "numbers_BS" and not self.config.dropout:
+                continue
+            if name == "numbers_BS" and array is None:
+                raise PlanError(
+                    f"dropout={self.config.dropout}, and numbers_BS is missing: noise is a "
+                    f"function of each token's number in the data. Corpus.batch numbers them."
+                )
+            dtype = {"mask_BS": "float32", "numbers_BS": "uint32"}.get(name, "int32")
             if not isinstance(array, np.ndarray | Array):
                 raise PlanError(f"{name} is a {type(array).__name__}; it has to be an array.")
             if array.shape != want or array.dtype != dtype:
@@ -332,7 +341,8 @@ class TrainStep:
         state = jax.tree.map(sharded, self._abstract_state, self.shardings)
         shape = self.plan.batch_size, self.plan.seq_len
         tokens, mask = (jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.float32))
-        batch = Batch(tokens, tokens, mask, tokens if self.plan.packed else None)
+        numbers = jax.ShapeDtypeStruct(shape, jnp.uint32) if self.config.dropout else None
+        batch = Batch(tokens, tokens, mask, tokens if self.plan.packed else None, numbers)
         shardings = jax.tree.map(partial(NamedSharding, self.mesh), self.batch_specs)
         return state, jax.tree.map(sharded, batch, shardings)
 

@@ -24,12 +24,14 @@ STEPS = {"step": st.integers(0, 2**40), "seed": st.integers(0, 2**40)}
 @given(**SIZES, **STEPS)
 def test_batch_holds_the_text(batch_size: int, seq_len: int, step: int, seed: int) -> None:
     batch = COUNTING.batch(step, batch_size=batch_size, seq_len=seq_len, seed=seed)
-    tokens, labels, mask, segments = batch
+    tokens, labels, mask, segments, numbers = batch
     assert segments is None, "rows are not packed"
     assert tokens.shape == labels.shape == mask.shape == (batch_size, seq_len)
     assert (tokens.dtype, labels.dtype, mask.dtype) == (np.int32, np.int32, np.float32)
     valid = mask == 1
     assert np.all(valid | (mask == 0))
+    assert (numbers.shape, numbers.dtype) == (tokens.shape, np.uint32)
+    assert np.all(np.diff(numbers.reshape(-1)) == 1), "tokens are counted, modulo 2³²"
     assert np.all(labels[valid] == tokens[valid] + 1), "a label is the next byte"
     assert np.all(tokens[:, 1:][valid[:, 1:]] == labels[:, :-1][valid[:, 1:]]), "rows are windows"
     assert not tokens[~valid].any() and not labels[~valid].any()

@@ -66,6 +66,9 @@ class ModelConfig:
     balance: whether the balance loss looks at each sequence, or at the whole batch as one.
     balance_weight, router_z_weight: of the balance loss and the router z-loss; 0 leaves them out.
     bias_rate: step of the bias that balances experts without a loss; 0 for no bias.
+
+    In training, `dropout` is the part of what attention, MLP and experts add to the residual stream
+    that is dropped; 0 for none.
     """
 
     name: str
@@ -93,6 +96,7 @@ class ModelConfig:
     balance_weight: float = 0.0
     router_z_weight: float = 0.0
     bias_rate: float = 0.0
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -111,7 +115,7 @@ class ModelConfig:
         self._check_experts()
 
         # As floats: JAX takes no whole number above int32.
-        for field in ("rope_theta", "norm_epsilon", *ROUTER_NUMBERS):
+        for field in ("rope_theta", "norm_epsilon", "dropout", *ROUTER_NUMBERS):
             object.__setattr__(self, field, float(getattr(self, field)))
 
     def _check_types(self) -> None:
@@ -125,6 +129,11 @@ class ModelConfig:
             require_whole(ConfigError, f"{self.name}: {field}", getattr(self, field), at_least=0)
         for field, example in (("rope_theta", 10_000.0), ("norm_epsilon", 1e-5)):
             require_positive(ConfigError, f"{self.name}: {field}", getattr(self, field), example)
+        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"{self.name}: dropout={shown(self.dropout)} must be a number from 0 to below 1, "
+                f"such as 0.1; 0 drops nothing."
+            )
         require_choice(ConfigError, f"{self.name}: mlp", self.mlp, ("swiglu", "gelu"))
         require_choice(
             ConfigError, f"{self.name}: tied_embedding", self.tied_embedding, (True, False)
@@ -236,6 +245,9 @@ class ModelConfig:
 
 
 VOCAB_EMBED = ("vocab", "embed")
+
+LAYER_NUMBER = "layers/number"
+"""What goes with a layer's parameters wherever a loop takes them, and is none of them."""
 
 ROUTER_CHOICES: dict[str, tuple[str | bool, ...]] = {
     "router": ("softmax", "sigmoid"),

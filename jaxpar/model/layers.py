@@ -16,6 +16,7 @@ from jax import Array
 
 from jaxpar.model.attention import rotate
 from jaxpar.model.config import VOCAB_EMBED, ModelConfig
+from jaxpar.model.dropout import AFTER_ATTENTION, AFTER_MLP, DropoutFunction, no_dropout
 from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.text import Batch
 
@@ -106,11 +107,13 @@ class AttentionBlock(nnx.Module):
         rotary: tuple[Array, Array],
         batch: Batch,
         parallel: Parallel,
+        dropout: DropoutFunction,
     ) -> Array:
         """[B, S', D] -> [B, S', D]."""
         with jax.named_scope("attention"):
             h_BSD = self.attention_norm(x_BSD)
-            return x_BSD + self.attention(h_BSD, rotary, batch.segments_BS, parallel)
+            y_BSD = self.attention(h_BSD, rotary, batch.segments_BS, parallel)
+            return x_BSD + dropout(y_BSD, AFTER_ATTENTION)
 
 
 class Block(AttentionBlock):
@@ -126,11 +129,13 @@ class Block(AttentionBlock):
         rotary: tuple[Array, Array],
         batch: Batch,
         parallel: Parallel,
+        dropout: DropoutFunction = no_dropout,
     ) -> tuple[Array, Stats]:
         """[B, S', D] -> [B, S', D], and what the layer counted."""
-        x_BSD = self.attend(x_BSD, rotary, batch, parallel)
+        x_BSD = self.attend(x_BSD, rotary, batch, parallel, dropout)
         with jax.named_scope("mlp"):
-            return x_BSD + self.mlp(self.mlp_norm(x_BSD), parallel), {}
+            y_BSD = self.mlp(self.mlp_norm(x_BSD), parallel)
+            return x_BSD + dropout(y_BSD, AFTER_MLP), {}
 
 
 class Embedding(nnx.Module):

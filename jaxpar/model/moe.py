@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from jaxpar.model import routing
 from jaxpar.model.config import ModelConfig
+from jaxpar.model.dropout import AFTER_MLP, DropoutFunction, no_dropout
 from jaxpar.model.layers import INIT_STD, MLP, AttentionBlock, weight
 from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.text import Batch
@@ -127,10 +128,11 @@ class ExpertBlock(AttentionBlock):
         rotary: tuple[Array, Array],
         batch: Batch,
         parallel: Parallel,
+        dropout: DropoutFunction = no_dropout,
     ) -> tuple[Array, Stats]:
         """[B, S', D] -> [B, S', D], and what the layer counted."""
-        x_BSD = self.attend(x_BSD, rotary, batch, parallel)
+        x_BSD = self.attend(x_BSD, rotary, batch, parallel, dropout)
         with jax.named_scope("moe"):
             shared = self.mlp if self.has_shared else None
             y_BSD, stats = self.moe(self.mlp_norm(x_BSD), batch.mask_BS, shared, parallel)
-            return x_BSD + y_BSD, stats
+            return x_BSD + dropout(y_BSD, AFTER_MLP), stats

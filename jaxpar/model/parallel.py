@@ -58,6 +58,8 @@ class Parallel:
     kv_weight: key or value projection [D, K, H] -> the heads that this device's queries use.
     attention: q [B, S, N, H], k and v [B, S, K, H], and None or the documents of all of a row's
         tokens, on other devices too, [B, all S] -> [B, S, N, H].
+    own_tokens: of all tokens [B, S] -> those of this device's residual stream [B, S'].
+    layer_numbers: number of layers of the stack that run here -> their places in it, int32 [L].
     positions: number of local tokens S -> their positions in the whole sequence, int32 [S].
     drop: where tokens go -> the same without those that find no place.
     experts: tokens [B, S, D], where they go, and experts' weights -> their outputs [B, S, D].
@@ -80,6 +82,8 @@ class Parallel:
     matmul_scatter: Callable[[Array, Array], Array] | None = None
     kv_weight: Callable[[Array], Array] = _same
     attention: Callable[[Array, Array, Array, Array | None], Array] = causal_attention
+    own_tokens: Callable[[Array], Array] = _same
+    layer_numbers: Callable[[int], Array] = jnp.arange
     positions: Callable[[int], Array] = jnp.arange
     drop: Callable[[Routing], Routing] = _same
     experts: Callable[[Array, Routing, ExpertWeights], Array] = every_expert

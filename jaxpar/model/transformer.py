@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from flax import nnx
 from jax import Array
 
 from jaxpar.model.attention import rotary_angles
-from jaxpar.model.config import ModelConfig
+from jaxpar.model.config import LAYER_NUMBER, ModelConfig
+from jaxpar.model.dropout import Dropout
 from jaxpar.model.layers import Block, Embedding, RMSNorm
 from jaxpar.model.moe import ExpertBlock
 from jaxpar.model.parallel import Parallel, Stats
@@ -73,27 +75,46 @@ class Transformer(nnx.Module):
         """Those before the layers with experts, if there are any: [B, S', D] -> [B, S', D]."""
         if self.config.num_dense_layers:
             with jax.named_scope("dense_layers"):
-                x_BSD, _ = self._apply(self.dense_layers, x_BSD, batch, parallel)
+                x_BSD, _ = self._apply(self.dense_layers, jnp.arange, x_BSD, batch, parallel)
         return x_BSD
 
     def apply_layers(self, x_BSD: Array, batch: Batch, parallel: Parallel) -> tuple[Array, Stats]:
         """This device's layers: [B, S', D] -> [B, S', D], and what each counted, [L, ..]."""
+
+        def numbers(num_layers: int) -> Array:
+            return self.config.num_dense_layers + parallel.layer_numbers(num_layers)
+
         with jax.named_scope("layers"):
-            x_BSD, stats = self._apply(self.layers, x_BSD, batch, parallel)
+            x_BSD, stats = self._apply(self.layers, numbers, x_BSD, batch, parallel)
             return x_BSD, parallel.count_once(stats)
 
     def _apply(
-        self, layers: Any, x_BSD: Array, batch: Batch, parallel: Parallel
+        self,
+        layers: Any,
+        layer_numbers: Callable[[int], Array],
+        x_BSD: Array,
+        batch: Batch,
+        parallel: Parallel,
     ) -> tuple[Array, Stats]:
         position_S = parallel.positions(batch.tokens_BS.shape[1])
         rotary = rotary_angles(position_S, self.config.head_dim, self.config.rope_theta)
         graphdef, stacked = nnx.split(layers)
 
-        def layer(x_BSD: Array, state: nnx.State) -> tuple[Array, Stats]:
-            block = nnx.merge(graphdef, parallel.gather(state))
-            return block(x_BSD, rotary, batch, parallel)
+        rate, numbers_BS, numbers = self.config.dropout, None, None
+        if rate and batch.numbers_BS is not None:  # what has no numbers is not trained on
+            numbers_BS = parallel.own_tokens(batch.numbers_BS)
+            num_layers = jax.tree.leaves(stacked)[0].shape[0]
+            numbers = nnx.Variable(layer_numbers(num_layers), path=LAYER_NUMBER)
 
-        return parallel.scan(parallel.checkpoint(layer), x_BSD, stacked)
+        def layer(x_BSD: Array, each: tuple[nnx.State, Any]) -> tuple[Array, Stats]:
+            state, number = each
+            block = nnx.merge(graphdef, parallel.gather(state))
+            if numbers_BS is None:
+                return block(x_BSD, rotary, batch, parallel)
+            dropout = Dropout(rate=rate, numbers_BS=numbers_BS, layer=number[...])
+            return block(x_BSD, rotary, batch, parallel, dropout)
+
+        return parallel.scan(parallel.checkpoint(layer), x_BSD, (stacked, numbers))
 
     def score(
         self, embedding: Embedding, x_BSD: Array, labels_BS: Array, parallel: Parallel

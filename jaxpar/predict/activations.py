@@ -14,7 +14,7 @@ tests hold one against the other to the byte. Where they differ, per s·b·h byt
 | weights, per a·s/h    | 2     | 2              |                                             |
 | output of attention   | 2     | 2              |                                             |
 | inside the MLP        | 16    | 12F/D          | SwiGLU, or GELU (10F/D), step by step       |
-| other dropout masks   | 2     | 0              | no dropout                                  |
+| other dropout masks   | 2     | 2              | none without dropout                        |
 
 and JAX keeps what the paper does not count: the layer's weights, once they are cast.
 
@@ -97,6 +97,8 @@ def layer_bytes(config: ModelConfig, plan: Plan) -> dict[str, int]:
         "inside the MLP": num_hidden * c * tokens * F,
         "weights": 2 * 4 * D + _weight_bytes(config, plan),
     }
+    if config.dropout:
+        found["dropout masks"] = 2 * stream * D
     if plan.remat == "none":
         found["scores of attention"] = B * N * (4 * S * S + 2 * 4 * S)
         found["weights of attention"] = c * B * N * S * S

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxpar.collectives import all_gather, reduce_scatter
 from jaxpar.errors import PlanError, nearest_multiples
@@ -63,6 +63,12 @@ def leave(y_BSD: Array) -> Array:
 def embed(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype) -> Array:
     """Vocabulary-parallel lookup: [V/n, D], int [B, S] -> [B, S/n, D]."""
     return leave(partial_lookup(table_VD, tokens_BS, dtype))
+
+
+def own_tokens(tokens_BS: Array) -> Array:
+    """Of anything about a row's tokens, [B, S], that of the part which `leave` left: [B, S/n]."""
+    size = tokens_BS.shape[1] // lax.axis_size(AXIS)
+    return lax.dynamic_slice_in_dim(tokens_BS, lax.axis_index(AXIS) * size, size, axis=1)
 
 
 # --- closed form -----------------------------------------------------------------------------
@@ -130,7 +136,7 @@ def check(config: ModelConfig, plan: Plan) -> None:
 
 
 def hooks(config: ModelConfig, plan: Plan, layout: Layout) -> dict[str, Callable[..., Any]]:
-    return {"enter": enter, "leave": leave, "embed": embed}
+    return {"enter": enter, "leave": leave, "embed": embed, "own_tokens": own_tokens}
 
 
 STRATEGY = Strategy(

@@ -26,7 +26,7 @@ from jax import Array
 
 from jaxpar.collectives import all_gather, all_reduce, reduce_scatter, vary
 from jaxpar.errors import PlanError, nearest_divisors
-from jaxpar.model.config import ModelConfig, Parameter
+from jaxpar.model.config import LAYER_NUMBER, ModelConfig, Parameter
 from jaxpar.model.transformer import Params
 from jaxpar.strategies import tensor
 from jaxpar.strategies.pipeline import choice as pipeline
@@ -59,15 +59,20 @@ class Weight:
     is_trained: bool = True
     is_held: bool = False
 
-    def gather(self, shard: Array) -> Array:
-        """[.., d/n, ..] float32 -> [.., d, ..] in compute_dtype; what is whole stays float32."""
+    def gather(self, shard: Array, *, again: bool = False) -> Array:
+        """[.., d/n, ..] float32 -> [.., d, ..] in compute_dtype; what is whole stays float32.
+
+        again: it was gathered before, and dropped. Compilers keep the first result instead where
+            they find the same gather twice; one more dim makes this another one.
+        """
         shard = vary(shard, self.inner_axes)
         if self.dim is None:
             return shard
-        whole = all_gather(
-            shard.astype(self.gather_dtype), AXIS, dim=self.dim, scope="gather_weight"
-        )
-        return whole.astype(self.compute_dtype)
+        shard, dim = shard.astype(self.gather_dtype), self.dim
+        if again:
+            shard, dim = shard[None], dim + 1
+        whole = all_gather(shard, AXIS, dim=dim, scope="gather_weight").astype(self.compute_dtype)
+        return whole.reshape(whole.shape[1:]) if again else whole
 
     def scatter(self, gradient: Array) -> Array:
         """The gradient of what `gather` returned, [.., d, ..] -> [.., d/n, ..] in reduce_dtype.
@@ -86,15 +91,28 @@ class Weight:
         return self if self.dim is None else replace(self, dim=self.dim + 1)
 
 
+NUMBER = Weight(
+    dim=None,
+    gather_dtype=jnp.dtype(jnp.int32),
+    compute_dtype=jnp.dtype(jnp.int32),
+    reduce_dtype=jnp.dtype(jnp.int32),
+    is_stacked=True,
+    is_trained=False,
+)
+"""A layer's number, which loops over layers take along with its weights."""
+
 # --- a weight and its gradient ---------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def use(shard: Array, weight: Weight) -> Array:
-    """`weight.gather`, whose gradient is `weight.scatter`.
+    """`weight.gather`, whose gradient is `weight.scatter`; a number is what it is."""
+    return shard if weight == NUMBER else _use(shard, weight)
 
-    The rule is written by hand for one reason: the transpose of a cast and a gather would sum the
-    gradient in the compute dtype, and in which dtype gradients are summed is the plan's choice.
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _use(shard: Array, weight: Weight) -> Array:
+    """By hand for one reason: the transpose of a cast and a gather would sum the gradient in the
+    compute dtype, and in which dtype gradients are summed is the plan's choice.
     """
     return weight.gather(shard)
 
@@ -107,7 +125,7 @@ def _use_backward(weight: Weight, _: None, gradient: Array) -> tuple[Array]:
     return (weight.scatter(gradient).astype(jnp.float32),)
 
 
-use.defvjp(_use_forward, _use_backward)
+_use.defvjp(_use_forward, _use_backward)
 
 
 def used(state: nnx.State, weights: Mapping[str, Weight]) -> nnx.State:
@@ -146,8 +164,9 @@ def map_paths(function: Callable[[str, Any], Any], params: Params) -> Params:
 
 
 def weights(plan: Plan, layout: Layout) -> dict[str, Weight]:
-    """How each parameter of a model is gathered, by path."""
-    return {placed.parameter.path: weight(plan, placed) for placed in layout}
+    """How each parameter of a model is gathered, by path; a layer's number is whole everywhere."""
+    found = {placed.parameter.path: weight(plan, placed) for placed in layout}
+    return found | {LAYER_NUMBER: NUMBER}
 
 
 def weight(plan: Plan, placed: Placed) -> Weight:

@@ -137,6 +137,9 @@ def model_stage(
     frozen_layers = frozen[STACK]
     frozen_shared = {name: part for name, part in frozen.items() if name != STACK}
     num_chunks = plan.size(AXIS) * plan.num_virtual_stages
+    order = layer_order(num_staged(config), plan.size(AXIS), plan.num_virtual_stages)
+    order = order.reshape(plan.size(AXIS), plan.num_virtual_stages, -1).swapaxes(0, 1)
+    layers_of_chunk = order.reshape(num_chunks, -1)
 
     def stage(
         shared: Params, layers: Params, x: Array | None, batch: Batch, chunk: Chunk
@@ -147,7 +150,10 @@ def model_stage(
             own = without_padding(stats, chunk.number, num_staged(config), num_chunks)
             return parallel.count_once(own)
 
-        mine = replace(mine, count_once=count_once)
+        def layer_numbers(num_layers: int) -> Array:
+            return jnp.asarray(layers_of_chunk)[chunk.number]
+
+        mine = replace(mine, count_once=count_once, layer_numbers=layer_numbers)
         if not chunk.is_repeated:  # then nobody asks for counts
             mine = replace(mine, sum_counts=lambda count: count, count_once=lambda stats: {})
         layers = fill(layers, pick(frozen_layers, chunk.place))
