@@ -40,6 +40,10 @@ XlaOptions = Annotated[
 ]
 TimeLimit = Annotated[float, typer.Option(min=1, help="Seconds for one compilation.")]
 MemoryLimit = Annotated[float, typer.Option(min=0.1, help="GiB of this machine for it.")]
+HloFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Existing folder for the compiled HLO, one .gz each."),
+]
 UseCache = Annotated[bool, typer.Option(help="Keep and reuse what was compiled.")]
 
 
@@ -58,6 +62,7 @@ def tour(
     time_limit: TimeLimit = 1200.0,
     memory_limit: MemoryLimit = 12.0,
     cache: UseCache = True,
+    hlo: HloFolder = None,
 ) -> None:
     """Every strategy on 8 virtual CPU devices: trained, compared with one device, audited.
 
@@ -77,6 +82,7 @@ def tour(
             time_limit_s=time_limit,
             memory_limit_gib=memory_limit,
             use_cache=cache,
+            hlo=hlo,
         )
         _told_of_target(cli_target.tour(request, only or ()), json_path)
         return
@@ -135,6 +141,7 @@ def compile_(
     time_limit: TimeLimit = 1200.0,
     memory_limit: MemoryLimit = 12.0,
     cache: UseCache = True,
+    hlo: HloFolder = None,
     json_path: Json = None,
 ) -> None:
     """Compile a training for hardware that need not be here, and audit what its compiler made."""
@@ -151,6 +158,7 @@ def compile_(
         time_limit_s=time_limit,
         memory_limit_gib=memory_limit,
         use_cache=cache,
+        hlo=hlo,
     )
     _told_of_target(cli_target.compile_script(request, script, mesh, other or ()), json_path)
 
@@ -170,7 +178,10 @@ def _told_of_target(said: Any, json_path: Path | None) -> None:
 @app.command()
 def explain(
     name: Annotated[
-        str, typer.Argument(metavar="STRATEGY", help="data, fsdp, ... or a row of the tour: hsdp.")
+        str,
+        typer.Argument(
+            metavar="STRATEGY", help="data, fsdp, ..., a row of the tour: hsdp, or prefill, decode."
+        ),
     ],
     model: Model = "llama-3-8b",
     mesh: Annotated[
@@ -209,6 +220,17 @@ def explain(
     from jaxpar.strategies.plan import Plan, plan_fields
 
     _check_writable(json_path)
+    if name == "prefill" or name == "decode":
+        from jaxpar import cli_serve
+
+        parts, data = cli_serve.explain(
+            name, model=model, mesh=mesh, num_slots=batch_size, max_seq_len=seq_len,
+            compute_dtype=compute_dtype, other=other or (),
+        )  # fmt: skip
+        for part in parts:
+            _console().print(part, soft_wrap=isinstance(part, str), markup=False, highlight=False)
+        _write_json(json_path, data)
+        return
     strategy, variant = compose.strategy(name)
     given = {
         "num_accumulation_steps": accumulation_steps,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from jaxpar import experiment
 from jaxpar.errors import TargetError, shown
 from jaxpar.mesh import MeshSpec, shipped_meshes
+from jaxpar.report.text import literal
 from jaxpar.strategies.plan import plan_fields
 from jaxpar.targets.cache import Cache, default_folder
 from jaxpar.targets.compiler import GIB, Limits, Options
@@ -33,6 +36,11 @@ class Request:
     time_limit_s: float = 1200.0
     memory_limit_gib: float = 12.0
     use_cache: bool = True
+    hlo: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.hlo is not None and not self.hlo.is_dir():
+            raise TargetError(f"--hlo {shown(str(self.hlo))} is no folder. Make it first.")
 
     def parsed(self) -> Target:
         """Raises TargetError for what is no target."""
@@ -72,7 +80,7 @@ def tour(request: Request, only: Sequence[str]) -> Answer:
                 f"{target}: {name}, {done} of {total}: {stage}"
             ),
         )
-    return _answer(result)
+    return _answer(result, request)
 
 
 def compile_script(
@@ -109,14 +117,30 @@ def compile_script(
             options=options,
             seconds=result.compiled.seconds,
             rows=[row],
-        )
+        ),
+        request,
     )
 
 
-def _answer(result: TargetTour) -> Answer:
-    shown_parts: list[RenderableType] = [tour_table(result), memory_table(result), verdict(result)]
-    code = 0 if result.is_complete else 1
-    return Answer(shown=shown_parts, data=result.to_json(), code=code)
+def _answer(result: TargetTour, request: Request) -> Answer:
+    parts: list[RenderableType] = [tour_table(result), memory_table(result), verdict(result)]
+    if request.hlo is not None:
+        parts += [literal(f"Written: {path}") for path in _write_hlo(result, request.hlo)]
+    return Answer(shown=parts, data=result.to_json(), code=0 if result.is_complete else 1)
+
+
+def _write_hlo(result: TargetTour, folder: Path) -> Iterator[Path]:
+    """The programs as `jaxpar audit` reads them."""
+    target = re.sub(r"[^a-z0-9]+", "_", str(result.target))
+    for row in result.rows:
+        if row.result is None:
+            continue
+        path = folder / f"{row.strategy}.{target}.txt.gz"
+        try:
+            path.write_bytes(gzip.compress(row.result.compiled.text.encode(), mtime=0))
+        except OSError as error:
+            raise TargetError(f"Cannot write {path}: {error.strerror}.") from None
+        yield path
 
 
 def compiler_options(given: Sequence[str]) -> Options:

@@ -103,6 +103,7 @@ class Compiled:
 def compile_module(
     module: bytes,
     *,
+    fingerprint: bytes | None = None,
     target: Target,
     placement: Placement,
     options: Options | None = None,
@@ -111,6 +112,8 @@ def compile_module(
     progress: Progress = lambda stage, seconds, rss_bytes: None,
 ) -> Compiled:
     """Compile StableHLO bytecode for a target; nothing of it runs.
+
+    fingerprint: by what the cache knows the program, where not by all its bytes.
 
     Raises TargetError where the compiler is not installed or does not know the target or an option,
     OutOfDeviceMemoryError where the program is too large for it, CompilerError where it ended or
@@ -124,7 +127,7 @@ def compile_module(
         "order": placement.coordinates.tolist(),
         "options": options,
     }
-    key = caches.key_of(module, {"request": request, "versions": versions})
+    key = caches.key_of(fingerprint or module, {"request": request, "versions": versions})
     found = cache.get(key) if cache is not None else None
     answer = found
     if answer is None:

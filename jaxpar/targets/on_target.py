@@ -110,6 +110,7 @@ def compile_for(
     lowered = traced.lower(lowering_platforms=(_LOWERED_FOR[target.platform],))
     compiled = compile_module(
         compat.portable_module(lowered),
+        fingerprint=compat.fingerprint(lowered),
         target=target,
         placement=placement,
         options=options,
