@@ -20,7 +20,7 @@ from jaxpar.report.text import literal
 from jaxpar.strategies.plan import plan_fields
 from jaxpar.targets.cache import Cache, default_folder
 from jaxpar.targets.compiler import GIB, Limits, Options
-from jaxpar.targets.on_target import compile_for
+from jaxpar.targets.on_target import StepOnTarget, compile_for
 from jaxpar.targets.report import memory_table, tour_table, verdict
 from jaxpar.targets.target import Target
 from jaxpar.targets.tour import TargetRow, TargetTour, kinds_on_target, tour_on_target
@@ -93,7 +93,12 @@ def compile_script(
         loaded = loaded.on_mesh(MeshSpec.load(mesh))
     if fields:
         loaded = replace(loaded, plan=replace(loaded.plan, **plan_fields(fields)))
-    step = loaded.step()
+    step = StepOnTarget(
+        config=loaded.config,
+        plan=loaded.plan,
+        optimizer=loaded.optimizer,
+        clip_norm=loaded.clip_norm,
+    )
     with _progress() as told:
         result = compile_for(
             step,

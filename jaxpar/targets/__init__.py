@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpar.targets.cache import Cache
     from jaxpar.targets.compiler import Limits
-    from jaxpar.targets.on_target import OnTarget, compile_for
+    from jaxpar.targets.on_target import OnTarget, StepOnTarget, compile_for
     from jaxpar.targets.target import Target
 
 _HOME = {
     "Cache": "jaxpar.targets.cache",
     "Limits": "jaxpar.targets.compiler",
     "OnTarget": "jaxpar.targets.on_target",
+    "StepOnTarget": "jaxpar.targets.on_target",
     "Target": "jaxpar.targets.target",
     "compile_for": "jaxpar.targets.on_target",
 }
 
-__all__ = ["Cache", "Limits", "OnTarget", "Target", "compile_for"]
+__all__ = ["Cache", "Limits", "OnTarget", "StepOnTarget", "Target", "compile_for"]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,10 @@ _LOWERED_FOR = {"tpu": "tpu", "gpu": "cuda"}
 
 
 class StepOnTarget(TrainStep):
-    """A step on devices that are only described: it can be traced and lowered, and not run."""
+    """A step on devices that are only described: it can be traced and lowered, and not run.
+
+    Made like a TrainStep; it starts no device, so that a mesh of thousands costs nothing.
+    """
 
     @cached_property
     def mesh(self) -> AbstractMesh:  # type: ignore[override]

@@ -14,10 +14,9 @@ from jaxpar.model.config import ModelConfig, preset
 from jaxpar.strategies.plan import Plan
 from jaxpar.targets.cache import Cache
 from jaxpar.targets.compiler import Limits, Options, Progress
-from jaxpar.targets.on_target import OnTarget, compile_for
+from jaxpar.targets.on_target import OnTarget, StepOnTarget, compile_for
 from jaxpar.targets.target import Target
 from jaxpar.tour import chosen, default_optimizer
-from jaxpar.train import TrainStep
 
 SCHEMA = "jaxpar.target/1"
 _KINDS = {"recv": "send"}
@@ -224,7 +223,7 @@ def tour_on_target(
         plan = variant.plan(batch_size=batch_size, seq_len=seq_len)
         plan = _stretched(replace(plan, compute_dtype="bfloat16"), target)
         try:
-            step = TrainStep(config=model, plan=plan, optimizer=default_optimizer())
+            step = StepOnTarget(config=model, plan=plan, optimizer=default_optimizer())
             result = compile_for(
                 step,
                 target,
