@@ -32,6 +32,7 @@ from jaxpar.serve.reference import Reference
 from jaxpar.serve.sampling import Sampling
 from jaxpar.serve.scheduler import Admission, Request
 from jaxpar.serve.step import ServeStep
+from jaxpar.train import run_once
 
 DENSE = ModelConfig(
     name="dense", num_layers=2, embed=32, num_heads=8, num_kv_heads=2, head_dim=8,
@@ -75,11 +76,11 @@ class Setting:
 
 SETTINGS = (
     Setting(mesh="data=1"),
-    Setting(mesh="data=1", chunk_len=4, blocks=0.25),
+    Setting(mesh="data=1", chunk_len=4, blocks=0.25, fields={"num_widths": 2}),
     Setting(mesh="tensor=8", chunk_len=8, blocks=0.25),
     Setting(mesh="data=2,tensor=4", blocks=0.4),
     Setting(mesh="data=2,tensor=2", chunk_len=32, blocks=0.4, admission="queue"),
-    Setting(mesh="context=4", chunk_len=16, blocks=0.3),
+    Setting(mesh="context=4", chunk_len=16, blocks=0.3, fields={"num_widths": 3}),
     Setting(mesh="data=2,context=2,tensor=2", chunk_len=8, blocks=0.4),
     Setting(mesh="pipe=2,data=2", chunk_len=8, blocks=0.4, fields={"num_microbatches": 2}),
     Setting(mesh="pipe=2,context=2,tensor=2", chunk_len=8, blocks=0.3,
@@ -94,7 +95,7 @@ SETTINGS = (
 
 def some_params(config: ModelConfig) -> Params:
     """Larger than a fresh model's, so that different prompts have different answers."""
-    params = jax.jit(lambda: jax.tree.map(lambda p: 4 * p, init_params(config, 0)))()
+    params: Params = run_once(lambda: jax.tree.map(lambda p: 4 * p, init_params(config, 0)))
     return jax.device_get(params)
 
 

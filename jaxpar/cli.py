@@ -220,7 +220,7 @@ def explain(
     from jaxpar.strategies.plan import Plan, plan_fields
 
     _check_writable(json_path)
-    if name == "prefill" or name == "decode":
+    if name in ("prefill", "decode"):
         from jaxpar import cli_serve
 
         parts, data = cli_serve.explain(

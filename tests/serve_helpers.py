@@ -2,10 +2,9 @@
 
 import functools
 
-import jax
+import numpy as np
 
 from jaxpar import MeshSpec, ModelConfig
-from jaxpar.model.transformer import init_params
 from jaxpar.serve.plan import ServePlan
 from jaxpar.serve.reference import Reference
 from jaxpar.serve.sampling import Sampling
@@ -41,20 +40,22 @@ def served(mesh: str, config: ModelConfig = DENSE, **fields) -> ServeStep:
 
 @functools.cache
 def some_params(config: ModelConfig):
-    """Whole, and larger than a fresh model's, so that different prompts have different answers."""
-    return jax.device_get(jax.jit(lambda: jax.tree.map(lambda p: 6 * p, init_params(config, 0)))())
+    """Whole, and larger than a fresh model's, so that different prompts have different answers.
 
-
-@functools.cache
-def placed(step_key):
-    mesh, config, fields = step_key
-    return served(mesh, config, **dict(fields)).place(some_params(config))
+    Of a NumPy generator: JAX's takes longer to compile than all that is done with them.
+    """
+    draw, params = np.random.default_rng(0), {}
+    for parameter in config.parameters:
+        *folders, leaf = parameter.path.split("/")
+        node = functools.reduce(lambda node, name: node.setdefault(name, {}), folders, params)
+        is_norm = parameter.dims == ("norm",)
+        value = np.ones if is_norm else lambda shape: 0.12 * draw.normal(size=shape)
+        node[leaf] = value(parameter.stacked_shape).astype(np.float32)
+    return params
 
 
 def requests(num: int, seed: int, longest: int = 20) -> list[tuple[int, Request]]:
     """Requests with the steps before which they come; every other one is sampled."""
-    import numpy as np
-
     draw = np.random.default_rng(seed)
     found = []
     for i in range(num):

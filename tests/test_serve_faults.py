@@ -1,6 +1,7 @@
 """Parts of serving on their own, and faults planted in them: each is caught."""
 
 import functools
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -9,13 +10,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxpar import asked
+from jaxpar.collectives import all_gather_same, vary
 from jaxpar.serve import cache, sampling, scheduler
 from jaxpar.serve.cache import KV, CachedAttention, Placement, Rows, cache_spec, own_tokens
+from jaxpar.serve.closed_form import expected
 from jaxpar.serve.reference import Reference
 from jaxpar.serve.sampling import Sampling, choose
 from jaxpar.serve.scheduler import Scheduler
+from jaxpar.serve.step import ServeStep
+from jaxpar.strategies import tensor
 from jaxpar.strategies.context.blocks import Piece
-from tests.serve_helpers import DENSE, plan
+from tests.serve_helpers import DENSE, alone, plan, requests, some_params
 from tests.test_serve_scheduler import answer_alone, crowd, serve
 
 # --- attention to pages, over `context` ------------------------------------------------------
@@ -300,3 +306,45 @@ def test_fault_in_the_scheduler_is_seen(name, monkeypatch):
         assert serve(Scheduler(DENSE, plan("data=1", num_blocks=10)), crowd()) != want
     except (AssertionError, KeyError) as error:  # the paper cache has seen it before
         assert "somebody never ends" not in str(error)
+
+
+# --- the whole step --------------------------------------------------------------------------
+
+
+def test_another_devices_key_value_head_is_seen(monkeypatch):
+    """Four devices, two key/value heads. (With their own head the tokens are those of one device:
+    see test_serve.py.)"""
+    monkeypatch.setattr(tensor, "kv_weight", lambda w, num: vary(w[:, :1], "tensor"))
+    step = ServeStep(config=DENSE, plan=plan("tensor=4", num_prefill_rows=6))
+    rows, found = cache.idle_rows(step.plan, "prefill"), requests(6, seed=5, longest=8)
+    for row, (_, request) in enumerate(found):
+        num = len(request.prompt)
+        rows.tokens[row, :num], rows.num_tokens[row] = request.prompt, num
+        rows.table[row, :2] = 2 * row, 2 * row + 1
+    _, got = step.prefill(step.place(some_params(DENSE)), step.init_cache(), rows)
+    want = [alone(DENSE).scores_after(list(r.prompt)).argmax() for _, r in found]
+    assert (np.asarray(got) != want).any()
+
+
+def all_scores(score_BV, max_top_k):
+    """Right, and at the price of the whole vocabulary."""
+    whole_BV = all_gather_same(score_BV, "tensor", dim=1, scope="scores")
+    found_BC, token_BC = jax.lax.top_k(whole_BV, max_top_k)
+    return found_BC, token_BC.astype(jnp.int32)
+
+
+def test_scores_gathered_whole_are_seen(monkeypatch):
+    step = ServeStep(config=DENSE, plan=plan("tensor=4"))
+
+    def rows():
+        found = asked(step.jitted["decode"].trace(*step.abstract_inputs("decode")).jaxpr)
+        return Counter((r.kind, r.axes, r.payload_bytes) for r in found for _ in range(r.count))
+
+    predicted = Counter(
+        (r.kind, r.axes, r.payload_bytes)
+        for r in expected(DENSE, step.plan, "decode")
+        for _ in range(r.count)
+    )
+    monkeypatch.setattr(sampling, "candidates", all_scores)
+    num_slots = step.plan.num_slots
+    assert rows() - predicted == {("all-gather", ("tensor",), num_slots * DENSE.vocab * 4): 1}

@@ -80,8 +80,11 @@ class Rows(NamedTuple):
     top_p: Array
 
 
-def idle_rows(plan: ServePlan, kind: Kind) -> Rows:
-    """Rows of a step of which none has a token, NumPy arrays to be filled in."""
+def idle_rows(plan: ServePlan, kind: Kind, width: int | None = None) -> Rows:
+    """Rows of a step of which none has a token, NumPy arrays to be filled in.
+
+    width: columns of the block tables, one of `plan.widths`; None for those of any sequence.
+    """
     num = plan.num_rows(kind)
 
     def zeros(*shape: int, dtype: Any = np.int32) -> Any:
@@ -91,12 +94,19 @@ def idle_rows(plan: ServePlan, kind: Kind) -> Rows:
         tokens=zeros(plan.row_len(kind)),
         start=zeros(),
         num_tokens=zeros(),
-        table=zeros(plan.blocks_per_sequence),
+        table=zeros(width or plan.blocks_per_sequence),
         seed=zeros(dtype=np.uint32),
         temperature=zeros(dtype=np.float32),
         top_k=zeros(),
         top_p=zeros(dtype=np.float32) + np.float32(1),
     )
+
+
+def narrowed(rows: Rows, plan: ServePlan) -> Rows:
+    """The same with block tables of the fewest columns that the plan has for their sequences."""
+    length = int(np.max(np.asarray(rows.start) + np.asarray(rows.num_tokens)))
+    width = next(w for w in plan.widths if w * plan.block_len >= length)
+    return rows._replace(table=rows.table[:, :width])
 
 
 # --- sizes and specs -------------------------------------------------------------------------

@@ -4,7 +4,7 @@ One step on each device. B rows of one micro-batch and T tokens of each on one d
 prefill over `context`: chunk_len/context), R rows of all its micro-batches, L layers of one device,
 u turns (1, or m + p - 1 in a pipeline of p stages and m micro-batches), c bytes per element of the
 compute dtype; N and K heads and C = min(max_top_k, V/tensor) candidates on one device, n the size
-of the axis, S = max_seq_len:
+of the axis, S the tokens that the step's block tables reach to (max_seq_len at most):
 
 | collective         | axis    | count     | payload_bytes | why                                 |
 |--------------------|---------|-----------|---------------|-------------------------------------|
@@ -55,17 +55,23 @@ CARDS = {
 }
 
 
-def expected(config: ModelConfig, plan: ServePlan, kind: Kind) -> list[Expected]:
-    """The closed form of one step. Raises PlanError for a plan that this model does not allow."""
+def expected(
+    config: ModelConfig, plan: ServePlan, kind: Kind, width: int | None = None
+) -> list[Expected]:
+    """The closed form of one step. Raises PlanError for a plan that this model does not allow.
+
+    width: columns of its block tables, one of `plan.widths`; None for the most.
+    """
     plan.check(config)
-    form = _Form(config, plan, kind)
+    form = _Form(config, plan, kind, width or plan.blocks_per_sequence)
     for find in (form.tensor, form.expert, form.context, form.pipe):
         find()
     return form.rows
 
 
 class _Form:
-    def __init__(self, config: ModelConfig, plan: ServePlan, kind: Kind) -> None:
+    def __init__(self, config: ModelConfig, plan: ServePlan, kind: Kind, width: int) -> None:
+        self.table_len = width * plan.block_len
         self.config, self.plan, self.kind = config, plan, kind
         self.rows: list[Expected] = []
         p, m = plan.size("pipe"), plan.num_parts(kind)
@@ -138,7 +144,7 @@ class _Form:
                 ):
                     self.add("all-reduce", "context", layers * turns, elements, why, "f32")
             else:
-                elements = rows * self.plan.max_seq_len // n * self.kv_heads * H
+                elements = rows * self.table_len // n * self.kv_heads * H
                 hops, why = 2 * (n - 1) * layers * turns, "keys, values go round"
                 self.add("collective-permute", "context", hops, elements, why)
         if self.kind == "prefill":

@@ -42,6 +42,8 @@ class ServePlan:
     num_prefill_rows: rows of a prefill step; None for one on each part of the batch, with a
         pipeline as many as it has stages. In a pipeline each row is a micro-batch.
     num_microbatches: parts of the slots that are in flight in a pipeline's decode step.
+    num_widths: of block tables that programs are made for, each half of the one before: a step
+        whose sequences are all shorter reads, and over `context` sends, no more blocks than that.
     max_top_k: candidates that sampling among the best tokens may choose from.
     expert_exchange: how tokens travel to experts, as in Plan; none is ever dropped.
     compute_dtype: of activations, of weights in matmuls, and of the cache.
@@ -55,6 +57,7 @@ class ServePlan:
     chunk_len: int = 64
     num_prefill_rows: int | None = None
     num_microbatches: int = 1
+    num_widths: int = 1
     max_top_k: int = 32
     expert_exchange: Literal["padded", "ragged"] = "padded"
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -73,7 +76,7 @@ class ServePlan:
                     f"{', '.join(SERVING_AXES)}."
                 )
         for field in ("num_slots", "max_seq_len", "block_len", "chunk_len", "num_microbatches",
-                      "max_top_k"):  # fmt: skip
+                      "num_widths", "max_top_k"):  # fmt: skip
             require_whole(PlanError, field, getattr(self, field))
         require_choice(PlanError, "compute_dtype", self.compute_dtype, DTYPES)
         require_choice(PlanError, "expert_exchange", self.expert_exchange, ("padded", "ragged"))
@@ -137,6 +140,12 @@ class ServePlan:
     def blocks_per_sequence(self) -> int:
         """Columns of a block table: blocks of a sequence of `max_seq_len`."""
         return self.max_seq_len // self.block_len
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of the block tables that programs are made for, fewest first."""
+        halves = {-(-self.blocks_per_sequence >> i) for i in range(min(self.num_widths, 32))}
+        return tuple(sorted(halves))
 
     @property
     def blocks_per_shard(self) -> int:

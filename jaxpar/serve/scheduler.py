@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxpar.errors import RequestError, is_whole, require_choice, require_whole, shown
 from jaxpar.model.config import ModelConfig
-from jaxpar.serve.cache import Rows, idle_rows
+from jaxpar.serve.cache import Rows, idle_rows, narrowed
 from jaxpar.serve.plan import Kind, ServePlan
 from jaxpar.serve.pool import BlockPool, blocks_of
 from jaxpar.serve.sampling import Sampling
@@ -252,7 +252,7 @@ class Scheduler:
                     parts.append(Part(free.pop(0), sequence, num))
                     self._fill(rows, parts[-1], start)
                     start += num
-        return Work("prefill", rows, tuple(parts)) if parts else None
+        return Work("prefill", narrowed(rows, self.plan), tuple(parts)) if parts else None
 
     def decode(self) -> Work | None:
         """The last token of everybody whose others are all in the cache."""
@@ -277,7 +277,7 @@ class Scheduler:
         ]
         for part in parts:
             self._fill(rows, part, part.sequence.num_cached)
-        return Work("decode", rows, tuple(parts)) if parts else None
+        return Work("decode", narrowed(rows, self.plan), tuple(parts)) if parts else None
 
     def finish(self, work: Work, token_B: Listed[int] | np.ndarray[Any, Any]) -> list[NewToken]:
         """What a step has done: `token_B` are the tokens it chose, of each row."""

@@ -150,21 +150,25 @@ class ServeStep:
         The cache is donated: keep the returned one. A row's token means something where its chunk
         is the prompt's last.
         """
-        return self.compiled("prefill")(params, cache, rows)
+        return self.compiled("prefill", rows.table.shape[1])(params, cache, rows)
 
     def decode(self, params: Params, cache: Cache, rows: Rows) -> tuple[Cache, Array]:
         """One token of each sequence into the cache, and its next one: int32 [num_slots]."""
-        return self.compiled("decode")(params, cache, rows)
+        return self.compiled("decode", rows.table.shape[1])(params, cache, rows)
 
-    def compiled(self, kind: Kind) -> Any:
-        """The compiled program, which the first step of its kind makes; what an audit reads."""
-        if kind not in self._compiled:
-            lowered = self.jitted[kind].lower(*self.abstract_inputs(kind))
-            self._compiled[kind] = lowered.compile()
-        return self._compiled[kind]
+    def compiled(self, kind: Kind, width: int | None = None) -> Any:
+        """The compiled program, which the first step of its kind makes; what an audit reads.
+
+        width: columns of its block tables, one of `plan.widths`; None for the most.
+        """
+        width = width or self.plan.blocks_per_sequence
+        if (kind, width) not in self._compiled:
+            lowered = self.jitted[kind].lower(*self.abstract_inputs(kind, width))
+            self._compiled[kind, width] = lowered.compile()
+        return self._compiled[kind, width]
 
     @cached_property
-    def _compiled(self) -> dict[Kind, Any]:
+    def _compiled(self) -> dict[tuple[Kind, int], Any]:
         return {}
 
     @cached_property
@@ -173,13 +177,13 @@ class ServeStep:
         kinds: tuple[Kind, ...] = ("prefill", "decode")
         return {kind: self._jit(kind) for kind in kinds}
 
-    def abstract_inputs(self, kind: Kind) -> tuple[Params, Cache, Rows]:
+    def abstract_inputs(self, kind: Kind, width: int | None = None) -> tuple[Params, Cache, Rows]:
         """ShapeDtypeStructs with shardings: what `jitted[kind]` can be traced and compiled with."""
 
         def sharded(like: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
-        rows = idle_rows(self.plan, kind)
+        rows = idle_rows(self.plan, kind, width)
         rows_sharding = self._sharding(self.rows_spec)
         return (
             jax.tree.map(sharded, self._params_like, self._sharding(self.param_specs)),

@@ -216,19 +216,21 @@ DTYPE_BYTES = {"f32": 4, "bf16": 2, "s32": 4}
 """Bytes per element of the dtypes that appear in closed forms."""
 
 
-def plan_fields(assignments: Iterable[str]) -> dict[str, Any]:
-    """Fields of a Plan from 'name=value' each; values as in TOML, or a plain word.
+def plan_fields(
+    assignments: Iterable[str], kind: Any = Plan, *, example: str = "num_accumulation_steps=2"
+) -> dict[str, Any]:
+    """Fields of a Plan (or another `kind`) from 'name=value' each; values as in TOML, or a word.
 
     Raises PlanError for what is no field, naming the closest one.
     """
-    known = [field.name for field in fields(Plan) if field.name != "mesh"]
+    known = [field.name for field in fields(kind) if field.name != "mesh"]
     given: dict[str, Any] = {}
     for assignment in assignments:
         name, _, text = assignment.partition("=")
         if name not in known or not text:
             raise PlanError(
-                f"{assignment!r} sets no field of a Plan: write name=value, such as "
-                f"num_accumulation_steps=2. {did_you_mean(name, known)}"
+                f"{assignment!r} sets no field of a {kind.__name__}: write name=value, such as "
+                f"{example}. {did_you_mean(name, known)}"
             )
         try:
             value = tomllib.loads(f"value = {text}")["value"]
