@@ -132,7 +132,7 @@ class Loop:
             if self.keep:
                 return []
             with jax.named_scope("rematted_computation"):
-                return self._gather(_at(shards, i))
+                return self._gather(_at(shards, i), again=len(shards[0]) == 1)
 
         def turn(carry: Any, i: Array | int, saved: Any, whole: list[Array]) -> Any:
             gradient_x, gradients = carry
@@ -162,8 +162,9 @@ class Loop:
 
     # --- weights -----------------------------------------------------------------------------
 
-    def _gather(self, shards: list[Array]) -> list[Array]:
-        return [w.gather(s) for w, s in zip(self.weights, shards, strict=True)]
+    def _gather(self, shards: list[Array], *, again: bool = False) -> list[Array]:
+        """Of one group; `again` where no loop keeps the backward's gathers from the forward's."""
+        return [w.gather(s, again=again) for w, s in zip(self.weights, shards, strict=True)]
 
     def _parted(self, arrays: list[Array]) -> tuple[list[Array], list[Array]]:
         """Of the weights that are trained, and of the frozen ones."""
