@@ -36,7 +36,9 @@ Target = Annotated[
 Slices = Annotated[int, typer.Option(min=1, help="TPU slices, of the target's size each.")]
 XlaOptions = Annotated[
     list[str] | None,
-    typer.Option("--option", metavar="XLA_NAME=VALUE", help="For its compiler; may be repeated."),
+    typer.Option(
+        "--option", metavar="XLA_NAME=VALUE|SET", help="For its compiler, or a set of options."
+    ),
 ]
 TimeLimit = Annotated[float, typer.Option(min=1, help="Seconds for one compilation.")]
 MemoryLimit = Annotated[float, typer.Option(min=0.1, help="GiB of this machine for it.")]

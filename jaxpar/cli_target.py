@@ -21,6 +21,7 @@ from jaxpar.strategies.plan import plan_fields
 from jaxpar.targets.cache import Cache, default_folder
 from jaxpar.targets.compiler import GIB, Limits, Options
 from jaxpar.targets.on_target import StepOnTarget, compile_for
+from jaxpar.targets.options import option_set
 from jaxpar.targets.report import memory_table, tour_table, verdict
 from jaxpar.targets.target import Target
 from jaxpar.targets.tour import TargetRow, TargetTour, kinds_on_target, tour_on_target
@@ -68,7 +69,8 @@ class Answer:
 
 def tour(request: Request, only: Sequence[str]) -> Answer:
     """Rows of the tour, compiled for the target."""
-    target, options = request.parsed(), compiler_options(request.options)
+    target = request.parsed()
+    options = compiler_options(request.options, target)
     with _progress() as told:
         result = tour_on_target(
             target,
@@ -87,7 +89,8 @@ def compile_script(
     request: Request, script: Path, mesh: str | None, fields: Sequence[str]
 ) -> Answer:
     """The training step that a script's Experiment says, compiled for the target."""
-    target, options = request.parsed(), compiler_options(request.options)
+    target = request.parsed()
+    options = compiler_options(request.options, target)
     loaded = experiment.load(script)
     if mesh is not None:
         loaded = loaded.on_mesh(MeshSpec.load(mesh))
@@ -148,10 +151,16 @@ def _write_hlo(result: TargetTour, folder: Path) -> Iterator[Path]:
         yield path
 
 
-def compiler_options(given: Sequence[str]) -> Options:
-    """XLA's options from "name=value" each; true, false and numbers are what they look like."""
+def compiler_options(given: Sequence[str], target: Target) -> Options:
+    """XLA's options from "name=value" each; true, false and numbers are what they look like.
+
+    A word alone is the name of a set for this target, see jaxpar/targets/options.toml.
+    """
     options: dict[str, str | bool | int | float] = {}
     for text in given:
+        if "=" not in text and not text.startswith("xla_"):
+            options |= option_set(text, target)
+            continue
         name, equals, value = text.partition("=")
         if not equals or not name.strip().startswith("xla_"):
             raise TargetError(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from jaxpar.targets.changes import changes
 from jaxpar.targets.compiler import compile_module
 from jaxpar.targets.links import Where, coordinates
 from jaxpar.targets.placement import place
+
+HERE = Path(compiler.__file__).parent
 
 # --- names -----------------------------------------------------------------------------------
 
@@ -535,9 +538,12 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path):
 # --- the command line ------------------------------------------------------------------------
 
 
+V5P = Target.parse("v5p:4x4x4")
+
+
 def test_options_are_read_as_what_they_look_like():
     given = ["xla_a=true", "xla_b=8", "xla_c=0.5", "xla_d=ON", "xla_e=a=b"]
-    options = cli_target.compiler_options(given)
+    options = cli_target.compiler_options(given, V5P)
     assert options == {"xla_a": True, "xla_b": 8, "xla_c": 0.5, "xla_d": "ON", "xla_e": "a=b"}
     assert type(options["xla_b"]) is int
 
@@ -545,7 +551,31 @@ def test_options_are_read_as_what_they_look_like():
 @pytest.mark.parametrize("given", [["fast=1"], ["xla_a"], ["xla_a=1", "xla_a=2"]])
 def test_an_option_that_is_none_is_told(given):
     with pytest.raises(TargetError, match="--option"):
-        cli_target.compiler_options(given)
+        cli_target.compiler_options(given, V5P)
+
+
+def test_a_set_of_options_is_given_by_its_name():
+    options = cli_target.compiler_options(["sparse-core", "xla_a=1"], V5P)
+    assert options["xla_a"] == 1 and len(options) == 4
+    with pytest.raises(TargetError, match="v5p has no option set 'latency-hiding'"):
+        cli_target.compiler_options(["latency-hiding"], V5P)
+
+
+def test_every_option_set_is_for_chips_that_exist_and_says_why():
+    for name, row in tomllib.loads((HERE / "options.toml").read_text()).items():
+        assert set(row) == {"chips", "why", "options"} and len(row["why"]) > 20, name
+        assert row["chips"] and set(row["chips"]) <= set(chips())
+        assert all(option.startswith("xla_") for option in row["options"])
+
+
+def test_every_gpu_is_described_to_its_compiler():
+    described = tomllib.loads((HERE / "gpus.toml").read_text())
+    assert set(described) == {name for name, it in chips().items() if it.platform == "gpu"}
+    for name, gpu in described.items():
+        told = compiler._topology(Target.parse(f"{name}:2x8"))
+        assert told["topology"] == "1x2x8" and gpu["name"] in told["target_config"]
+        assert abs(gpu["memory_bytes"] / chips()[name].hbm_bytes - 1) < 0.08
+        assert abs(gpu["memory_bytes_per_s"] / chips()[name].hbm_bytes_per_s - 1) < 0.01
 
 
 def test_a_mesh_file_names_a_target():
