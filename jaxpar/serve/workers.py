@@ -240,6 +240,16 @@ class Fleet(ABC):
         return not self._unfinished
 
     @property
+    def num_preempted(self) -> int:
+        """How often a sequence lost its blocks, and was computed again."""
+        return sum(worker.scheduler.num_preempted for worker in self.workers)
+
+    @property
+    def handover_bytes(self) -> int:
+        """That were sent from worker to worker."""
+        return 0
+
+    @property
     def living(self) -> list[Worker]:
         return [worker for worker in self.workers if not worker.is_lost]
 
@@ -277,7 +287,7 @@ class Fleet(ABC):
         """What the program chose; nothing where the worker was lost meanwhile."""
         if worker.is_lost:
             return []
-        found = worker.finish(begun)
+        found = [token for token in worker.finish(begun) if token.id in self._unfinished]
         for token in found:
             self._answers[token.id].append(token.token)
             if token.is_last:
