@@ -223,9 +223,9 @@ def explain(
 
     _check_writable(json_path)
     if name in ("prefill", "decode"):
-        from jaxpar import cli_serve
+        from jaxpar import cli_explain
 
-        parts, data = cli_serve.explain(
+        parts, data = cli_explain.explain(
             name, model=model, mesh=mesh, num_slots=batch_size, max_seq_len=seq_len,
             compute_dtype=compute_dtype, other=other or (),
         )  # fmt: skip
