@@ -14,8 +14,7 @@ program asks for.
 With --tpu nothing is run: a larger model whole and in 4 chunks, checkpointed layer by layer, is
 compiled for TPUs and audited. `beside` are all-to-alls with something computed between start and
 done, `exposed` the estimated time on the links during which a device computes nothing. It needs
-libtpu, and on a machine that is no TPU host TPU_SKIP_MDS_QUERY=1, TPU_ACCELERATOR_TYPE=v5e-8 and
-TPU_WORKER_HOSTNAMES=localhost in the environment.
+`pip install "jaxpar[tpu]"`, and no TPU.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-from jax.experimental import topologies
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar import Corpus, MeshSpec, ModelConfig, Plan, TrainStep, asked, audit, expected, preset
+from jaxpar import Corpus, MeshSpec, ModelConfig, Plan, TrainStep, asked, expected, preset
+from jaxpar.targets import StepOnTarget, Target, compile_for
 from jaxpar.tour import default_optimizer
 
 BATCH_SIZE, SEQ_LEN = 16, 64
@@ -59,7 +57,7 @@ LARGE = ModelConfig(
     mlp_hidden=4096, vocab=4096, max_seq_len=1024, num_experts=16, num_experts_per_token=2,
     expert_hidden=4096,
 )  # fmt: skip
-OPTIONS = {"xla_tpu_enable_async_all_to_all": "true"}
+OPTIONS = {"xla_tpu_enable_async_all_to_all": True}
 """Without it a v5e's all-to-alls are synchronous."""
 
 
@@ -69,23 +67,11 @@ def vectors(rows: Any) -> int:
     return sum(row.count * row.payload_bytes for row in exchanges)
 
 
-class StepFor(TrainStep):
-    """A step on the devices of a topology that is not here."""
-
-    devices: Any = None
-
-    @property
-    def mesh(self) -> Mesh:
-        axes = self.plan.mesh.all_axes
-        return Mesh(np.array(self.devices).reshape(tuple(axes.values())), tuple(axes))
-
-
 def compile_chunks(tpu: str) -> None:
     """What is hidden of the all-to-alls of LARGE, by chunks."""
     jax.config.update("jax_platforms", "cpu")
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=tpu)
-    StepFor.devices = list(topology.devices)
-    mesh = MeshSpec.parse(f"expert={len(StepFor.devices)}")
+    target = Target.parse(tpu)
+    mesh = MeshSpec.parse(f"expert={target.num_devices}")
     table = Table(title=f"{LARGE.name}, capacity, on {mesh} of {tpu}, bfloat16, remat='full'")
     for column in ("chunks", "all-to-alls", "bytes", "beside", "on the links", "exposed"):
         table.add_column(column, justify="right")
@@ -98,9 +84,8 @@ def compile_chunks(tpu: str) -> None:
             experts="capacity",
             num_expert_chunks=num_chunks,
         )
-        step = StepFor(config=LARGE, plan=plan, optimizer=default_optimizer())
-        program = step.jitted.lower(*step.abstract_inputs).compile(OPTIONS)
-        found = audit(program, mesh=mesh, chip=tpu.partition(":")[0]).collectives
+        step = StepOnTarget(config=LARGE, plan=plan, optimizer=default_optimizer())
+        found = compile_for(step, target, options=OPTIONS).audit.collectives
         found = [r for r in found if r.kind == "all-to-all" and r.dtype == "bf16"]
         counts = [row.count or 0 for row in found]
         if vectors(expected(LARGE, plan)) != vectors(found):

@@ -3,9 +3,8 @@
     .venv/bin/python experiments/zero.py                # float32, as wide as a CPU computes
     .venv/bin/python experiments/zero.py --tpu v5e:2x4  # bfloat16, compiled for TPUs; needs none
 
-The second needs libtpu, and on a machine that is no TPU host TPU_SKIP_MDS_QUERY=1,
-TPU_ACCELERATOR_TYPE=v5e-8 and TPU_WORKER_HOSTNAMES=localhost in the environment. Nothing is run:
-the model is large, and its batch tiny, so that activations do not count.
+The second needs `pip install "jaxpar[tpu]"`, and no TPU. Nothing is run: the model is large, and
+its batch tiny, so that activations do not count.
 
 `state` is what the closed form says of weights, gradients and optimizer state (predict/states.py),
 `gathered` what a layer's weights add while it runs, `XLA` arguments and temporaries of the compiled
@@ -19,16 +18,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 import typer
-from jax.experimental import topologies
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 from jaxpar import MeshSpec, ModelConfig, Plan, TrainStep, audit, expected
 from jaxpar.predict.states import states, zero_bytes
 from jaxpar.predict.volume import wire_bytes_by_axes
+from jaxpar.targets import StepOnTarget, compile_for
 from jaxpar.tour import default_optimizer
 
 NUM_DEVICES = 8
@@ -54,18 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class StepFor(TrainStep):
-    """A step on the devices of a topology that is not here."""
-
-    devices: Any = None
-
-    @property
-    def mesh(self) -> Mesh:
-        axes = self.plan.mesh.all_axes
-        return Mesh(np.array(self.devices).reshape(tuple(axes.values())), tuple(axes))
-
-
-def row(name: str, config: ModelConfig, dtype: Any, devices: list[Any] | None) -> dict[str, Any]:
+def row(name: str, config: ModelConfig, dtype: Any, tpu: str | None) -> dict[str, Any]:
     """One stage: closed forms and what the compiler says, in bytes per device."""
     fields = CASES[name]
     axis = "fsdp" if "zero" in fields else "data"
@@ -77,21 +63,26 @@ def row(name: str, config: ModelConfig, dtype: Any, devices: list[Any] | None) -
         reduce_dtype=dtype,
         **fields,
     )
-    StepFor.devices = devices
-    kind = TrainStep if devices is None else StepFor
+    kind = StepOnTarget if tpu else TrainStep
     step = kind(config=config, plan=plan, optimizer=default_optimizer())
-    program = step.jitted.lower(*step.abstract_inputs).compile()
-    memory = program.memory_analysis()
+    if tpu:
+        result = compile_for(step, tpu)
+        found, told = result.audit, result.compiled.memory
+        arguments, temporaries = told["argument_bytes"], told["temp_bytes"]
+    else:
+        program = step.jitted.lower(*step.abstract_inputs).compile()
+        found, memory = audit(program, mesh=plan.mesh), program.memory_analysis()
+        arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     closed = states(config, plan)
     return {
         "name": name,
         "paper": zero_bytes(config.num_parameters, NUM_DEVICES, fields.get("zero", 0)),
         "state": closed.total,
         "gathered": closed.gathered,
-        "arguments": memory.argument_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
+        "arguments": arguments,
+        "temporaries": temporaries,
         "wire_predicted": sum(wire_bytes_by_axes(expected(config, plan), plan).values()),
-        "wire_compiled": sum(t.wire_bytes or 0 for t in audit(program, mesh=plan.mesh).totals),
+        "wire_compiled": sum(t.wire_bytes or 0 for t in found.totals),
     }
 
 
@@ -101,15 +92,12 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     jax.config.update("jax_platforms", "cpu")
-    config, dtype, devices = SMALL, "float32", None
-    if tpu:
-        config, dtype = LARGE, "bfloat16"
-        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=tpu).devices)
+    config, dtype = (LARGE, "bfloat16") if tpu else (SMALL, "float32")
     columns = ("paper, bf16", "state", "gathered", "XLA", "wire predicted", "wire compiled")
     table = Table("stage", *columns, title=f"{config.name}, {dtype}, bytes per parameter")
     rows = []
     for name in only or CASES:
-        rows.append(found := row(name, config, dtype, devices))
+        rows.append(found := row(name, config, dtype, tpu))
         amounts = (
             found["paper"], found["state"], found["gathered"],
             found["arguments"] + found["temporaries"],
