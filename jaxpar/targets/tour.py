@@ -210,8 +210,7 @@ def tour_on_target(
 ) -> TargetTour:
     """Compile rows of the tour, in bfloat16, for a target with as many devices as they have.
 
-    A mesh is stretched along its first axis where the target has more devices, and the batch with
-    it. Raises TargetError where no row can be (the compiler is not installed, an unknown option);
+    Where the target has more, axis data takes them, and the batch grows with it. Raises TargetError where no row can be (the compiler is not installed, an unknown option);
     what one row alone meets is told in that row.
     """
     started = time.perf_counter()
@@ -261,11 +260,11 @@ def _in_row(
 
 
 def _stretched(plan: Plan, target: Target) -> Plan:
-    """The plan on all of the target's devices; the first axis takes what its mesh has too few."""
+    """The plan on all of the target's devices: as many replicas as fit, and batches for them."""
     axes = plan.mesh.named_axes
     factor, rest = divmod(target.num_devices, plan.mesh.num_devices)
     if factor <= 1 or rest:
         return plan
-    first = next(iter(axes))
-    mesh = MeshSpec(axes={**axes, first: axes[first] * factor})
+    more = {"data": axes.get("data", 1) * factor}
+    mesh = MeshSpec(axes={**axes, **more} if "data" in axes else {**more, **axes})
     return replace(plan, mesh=mesh, batch_size=plan.batch_size * factor)
