@@ -311,6 +311,9 @@ def test_an_all_reduce_in_two_halves_costs_nothing():
     [
         ([_asked("all-gather", 4, 80)], [_compiled("all-gather", 3, 80)],
          "20 elements of all-gather missing", 240),
+        ([_asked("all-gather", 4, 80), _asked("all-gather", 4, 160)],
+         [_compiled("all-gather", 4, 80), _compiled("all-gather", 1, 160)],
+         "120 elements of all-gather missing, just those of trips of a loop: it runs once", 480),
         ([_asked("all-gather", 1, 80)], [_compiled("all-gather", 2, 80)],
          "20 elements of all-gather more", 160),
         ([], [_compiled("all-to-all", 2, 80)], "40 elements of all-to-all more", 160),

@@ -292,21 +292,36 @@ def _in_asked_bytes(want: _Sum, missing: Mapping[str, Counts], extra: Mapping[st
 def _reason(
     missing: Mapping[str, Counts],
     extra: Mapping[str, Counts],
-    asked: Sequence[Asked],
+    asked: Sequence[Any],
 ) -> str:
     """Why elements differ, in words; "" where they do not."""
     parts = []
     for rows, word in ((missing, "missing"), (extra, "more")):
         for kind, elements in rows.items():
             n = int(elements.max())
-            whole = [a for a in asked if a.kind == kind and a.count and n % _elements(a) == 0]
-            hoisted = any(
-                0 < n < (a.count or 0) * _elements(a) and n == ((a.count or 0) - 1) * _elements(a)
-                for a in whole
-            )
-            why = " (once, not in each trip of a loop)" if hoisted and word == "missing" else ""
+            why = ""
+            if word == "missing" and _is_moved_out(n, [row for row in asked if row.kind == kind]):
+                why = ", just those of trips of a loop: it runs once, outside"
             parts.append(f"{n:,} elements of {kind} {word}{why}")
     return "; ".join(parts)
+
+
+_MOST_SUMS = 100_000
+
+
+def _is_moved_out(missing: int, asked: Sequence[Any]) -> bool:
+    """Whether some of these, run outside of inner loops, would leave out so many elements."""
+    reachable = {0}
+    for row in asked:
+        loops, each = getattr(row, "loops", None) or (), _elements(row)
+        savings = {
+            0,
+            *(each * (math.prod(loops) - math.prod(loops[:n])) for n in range(len(loops))),
+        }
+        reachable = {a + b for a in reachable for b in savings if a + b <= missing}
+        if len(reachable) > _MOST_SUMS:
+            return False
+    return missing in reachable
 
 
 def _json(row: OverAxes) -> dict[str, Any]:

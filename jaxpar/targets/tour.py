@@ -210,8 +210,9 @@ def tour_on_target(
 ) -> TargetTour:
     """Compile rows of the tour, in bfloat16, for a target with as many devices as they have.
 
-    Where the target has more, axis data takes them, and the batch grows with it. Raises TargetError where no row can be (the compiler is not installed, an unknown option);
-    what one row alone meets is told in that row.
+    Where the target has more, axis data takes them, and the batch grows with it. Raises TargetError
+    where no row can be compiled (the compiler is not installed, an option is unknown); what one row
+    alone meets is told in that row.
     """
     started = time.perf_counter()
     variants = chosen(only)
