@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from jaxpar.cli_serve_options import serve_sim
 from jaxpar.errors import JaxparError
 
 FAILED, BAD_INPUT = 1, 2
@@ -584,6 +585,9 @@ def run(
         _write_json(json_path, said.data)
     if said.code:
         raise typer.Exit(said.code)
+
+
+app.command("serve-sim")(serve_sim)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,6 +1,5 @@
 """Prefill and decode on meshes of different shape: the same tokens, and the bytes that go over."""
 
-import functools
 import math
 
 import jax
@@ -18,31 +17,14 @@ from jaxpar.serve.plan import ServePlan
 from jaxpar.serve.pool import blocks_of
 from jaxpar.serve.scheduler import Request
 from jaxpar.serve.workers import StepOn, cut
-from tests.serve_helpers import DENSE, EXPERTS, alone, plan, requests, some_params
-
-
-@functools.cache
-def _pools():
-    """Two key/value heads: on `tensor=4` two devices have each, on `tensor=2` one."""
-    return Disaggregated(
-        DENSE,
-        some_params(DENSE),
-        prefill=plan("tensor=4", num_slots=3, num_blocks=14),
-        decode=plan("tensor=2", num_slots=2, num_blocks=8),
-        num_decode=2,
-    )
+from tests.serve_helpers import DENSE, EXPERTS, plan, requests, some_params
+from tests.serving_helpers import answers_alone, one_and_two
 
 
 @pytest.fixture
 def pools():
-    _pools().start()
-    return _pools()
-
-
-def answers_alone(given):
-    answers = [alone(DENSE)(request) for _, request in given]
-    assert min(answer.margin for answer in answers) > 1e-4
-    return [answer.tokens for answer in answers]
+    one_and_two().start()
+    return one_and_two()
 
 
 def finish(pools):

@@ -1,7 +1,6 @@
 """Replicas: each answers as the reference does, and no program of one reaches another."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +16,16 @@ from jaxpar.serve.replicas import Replicas
 from jaxpar.serve.router import Router
 from jaxpar.serve.scheduler import Request
 from jaxpar.serve.workers import StepOn, cut
-from tests.serve_helpers import DENSE, alone, plan, requests, some_params
-
-
-@functools.cache
-def _replicas():
-    small = plan("tensor=2", num_slots=2, num_blocks=12)
-    return Replicas(DENSE, small, some_params(DENSE), num_replicas=2)
+from tests.serve_helpers import DENSE, plan, requests, some_params
+from tests.serving_helpers import answers_alone, two_replicas
 
 
 @pytest.fixture
 def replicas():
-    fleet = _replicas()
+    fleet = two_replicas()
     fleet.router = Router()
     fleet.start()
     return fleet
-
-
-def answers_alone(given):
-    answers = [alone(DENSE)(request) for _, request in given]
-    assert min(answer.margin for answer in answers) > 1e-4
-    return [answer.tokens for answer in answers]
 
 
 # --- answers ---------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -189,15 +190,15 @@ class Worker:
     def compiled(self) -> list[Compiled]:
         """Its programs' audits, and the devices that the programs themselves say they use."""
         found = []
-        for kind in self.kinds:
-            program = self.step.compiled(kind)
+        for kind, width in product(self.kinds, self.step.plan.widths):
+            program = self.step.compiled(kind, width)
             shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
             used = set().union(*(sharding.device_set for sharding in shardings))
             # Groups count devices by their place in the mesh; any other one stands behind.
             others = sorted(used - set(self.devices), key=lambda device: device.id)
             found.append(
                 Compiled(
-                    name=f"{self.name}, {kind}",
+                    name=f"{self.name}, {kind} with {width} blocks",
                     audit=audit(program, mesh=self.step.plan.mesh.all_axes),
                     devices=(*self.devices, *others),
                 )
