@@ -1,6 +1,7 @@
 """What tests of serving share: small models, plans, requests, and their answers alone."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,7 @@ DENSE = ModelConfig(
     name="dense", num_layers=2, embed=16, num_heads=4, num_kv_heads=2, head_dim=4,
     mlp_hidden=32, vocab=64, max_seq_len=MAX_SEQ_LEN,
 )  # fmt: skip
+TIED = replace(DENSE, name="tied", tied_embedding=True, mlp="gelu")
 EXPERTS = ModelConfig(
     name="experts", num_layers=3, embed=16, num_heads=4, num_kv_heads=2, head_dim=4,
     mlp_hidden=32, vocab=64, max_seq_len=MAX_SEQ_LEN, num_experts=4, num_experts_per_token=2,

@@ -10,18 +10,19 @@ import pytest
 
 from jaxpar import asked, audit, compare
 from jaxpar.audit.compare import agree
-from jaxpar.errors import PlanError
+from jaxpar.errors import PlanError, RequestError
 from jaxpar.model.config import preset
 from jaxpar.serve.cache import idle_rows
 from jaxpar.serve.closed_form import expected
 from jaxpar.serve.engine import Engine
 from jaxpar.serve.plan import ServePlan
-from tests.serve_helpers import DENSE, EXPERTS, alone, plan, requests, served, some_params
+from jaxpar.serve.reference import Reference
+from tests.serve_helpers import DENSE, EXPERTS, TIED, alone, plan, requests, served, some_params
 
 KINDS = ("prefill", "decode")
 PLANS = {
     "data=2,tensor=4": (DENSE, {"num_blocks": 20}),  # fewer key/value heads than devices
-    "context=2,tensor=2": (DENSE, {"num_blocks": 12, "chunk_len": 4, "num_widths": 2}),
+    "context=2,tensor=2": (DENSE, {"num_blocks": 12, "chunk_len": 4}),
     "pipe=2,expert=2": (EXPERTS, {"num_blocks": 20, "num_microbatches": 2}),
 }
 
@@ -185,10 +186,10 @@ def test_bytes_of_a_token_are_2_L_K_H():
 
 
 def test_bfloat16_is_written_in_place_and_chooses_the_same():
-    step = served("data=2", compute_dtype="bfloat16")
+    step = served("data=2", TIED, compute_dtype="bfloat16")
     assert copies_of(step.compiled("prefill"), cache_shape(step)) == []
-    reference = type(alone(DENSE))(DENSE, some_params(DENSE), 32, "bfloat16")
-    params, cache = step.place(some_params(DENSE)), step.init_cache()
+    reference = Reference(TIED, some_params(TIED), 32, "bfloat16")
+    params, cache = step.place(some_params(TIED)), step.init_cache()
     num_sure = 0
     for _, request in requests(12, seed=2, longest=8):
         if request.sampling.temperature:
@@ -247,6 +248,21 @@ def test_models_are_refused(mesh, fields, message):
         served(mesh, **fields)
 
 
+def test_steps_refuse_what_would_be_silently_wrong():
+    step = step_of("context=2,tensor=2")
+    params, cache = step.place(some_params(DENSE)), step.init_cache()
+    rows = idle_rows(step.plan, "prefill")
+    rows.start[0] = 6
+    with pytest.raises(RequestError, match="at a multiple of block_len=4"):
+        step.prefill(params, cache, rows)
+    narrow = rows._replace(table=rows.table[:, :3], start=rows.start * 0)
+    with pytest.raises(RequestError, match="have 3 columns, and the plan has programs for 8"):
+        step.prefill(params, cache, narrow)
+    step.decode(params, cache, idle_rows(step.plan, "decode"))
+    with pytest.raises(RequestError, match="given to an earlier step"):
+        step.decode(params, cache, idle_rows(step.plan, "decode"))
+
+
 def test_parameters_of_another_model_are_refused():
-    with pytest.raises(PlanError, match="dense has"):
-        served("data=2", compute_dtype="bfloat16").place(some_params(EXPERTS))
+    with pytest.raises(PlanError, match="tied has"):
+        served("data=2", TIED, compute_dtype="bfloat16").place(some_params(EXPERTS))

@@ -66,8 +66,9 @@ REQUEST = st.builds(
 )
 ARRIVALS = st.lists(st.tuples(st.integers(0, 12), REQUEST), min_size=1, max_size=12)
 PLANS = st.builds(
-    lambda mesh, chunk, blocks, rows: plan(
+    lambda mesh, chunk, blocks, rows, widths: plan(
         mesh,
+        num_widths=widths,
         chunk_len=chunk,
         num_prefill_rows=rows * (2 if mesh == "data=2" else 1),
         num_blocks=(8 + blocks) * (2 if mesh == "data=2" else 1),
@@ -76,6 +77,7 @@ PLANS = st.builds(
     st.sampled_from([4, 8, 16]),
     st.integers(0, 8),
     st.integers(1, 3),
+    st.integers(1, 4),
 )
 
 

@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.collectives import all_reduce, permute, vary
-from jaxpar.errors import PlanError, shown
+from jaxpar.errors import PlanError, RequestError, shown
 from jaxpar.model.attention import rotary_angles
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel
@@ -148,13 +148,37 @@ class ServeStep:
         """Chunks of prompts into the cache; a next token for each row, int32 [num_prefill_rows].
 
         The cache is donated: keep the returned one. A row's token means something where its chunk
-        is the prompt's last.
+        is the prompt's last. Raises RequestError for a cache that was given away, and for chunks
+        that begin within a block over `context`.
         """
-        return self.compiled("prefill", rows.table.shape[1])(params, cache, rows)
+        n, block_len, start = self.plan.size(AXIS), self.plan.block_len, np.asarray(rows.start)
+        if n > 1 and (start % block_len).any():
+            raise RequestError(
+                f"start={shown(start.tolist())}: over context={n} a chunk begins with a block, at "
+                f"a multiple of block_len={block_len}."
+            )
+        return self._run("prefill", params, cache, rows)
 
     def decode(self, params: Params, cache: Cache, rows: Rows) -> tuple[Cache, Array]:
         """One token of each sequence into the cache, and its next one: int32 [num_slots]."""
-        return self.compiled("decode", rows.table.shape[1])(params, cache, rows)
+        return self._run("decode", params, cache, rows)
+
+    def _run(self, kind: Kind, params: Params, cache: Cache, rows: Rows) -> tuple[Cache, Array]:
+        # JAX would crash the process, not raise, when it finds out for itself.
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
+            raise RequestError(
+                "This cache was given to an earlier step, which reuses its memory. Go on with the "
+                "one that step returned: cache, tokens = step.decode(params, cache, rows)."
+            )
+        width = rows.table.shape[1]
+        if width not in self.plan.widths:
+            raise RequestError(
+                f"The block tables have {width} columns, and the plan has programs for "
+                f"{' or '.join(map(str, self.plan.widths))}: num_widths={self.plan.num_widths} of "
+                f"max_seq_len={self.plan.max_seq_len} and block_len={self.plan.block_len}."
+            )
+        result: tuple[Cache, Array] = self.compiled(kind, width)(params, cache, rows)
+        return result
 
     def compiled(self, kind: Kind, width: int | None = None) -> Any:
         """The compiled program, which the first step of its kind makes; what an audit reads.
