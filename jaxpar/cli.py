@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from jaxpar import cli_target_options
 from jaxpar.cli_serve_options import serve_sim
 from jaxpar.errors import JaxparError
 
@@ -30,24 +31,6 @@ app = typer.Typer(
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file.")]
 Model = Annotated[str, typer.Option(help="Model preset.")]
-Target = Annotated[
-    str | None,
-    typer.Option(help="Compile for v5e:2x4, h100:1x8, ..., or a mesh file's; nothing is run."),
-]
-Slices = Annotated[int, typer.Option(min=1, help="TPU slices, of the target's size each.")]
-XlaOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option", metavar="XLA_NAME=VALUE|SET", help="For its compiler, or a set of options."
-    ),
-]
-TimeLimit = Annotated[float, typer.Option(min=1, help="Seconds for one compilation.")]
-MemoryLimit = Annotated[float, typer.Option(min=0.1, help="GiB of this machine for it.")]
-HloFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Existing folder for the compiled HLO, one .gz each."),
-]
-UseCache = Annotated[bool, typer.Option(help="Keep and reuse what was compiled.")]
 
 
 @app.command()
@@ -59,13 +42,13 @@ def tour(
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Training steps per row.")] = 5,
     json_path: Json = None,
     html: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
-    target: Target = None,
-    num_slices: Slices = 1,
-    option: XlaOptions = None,
-    time_limit: TimeLimit = 1200.0,
-    memory_limit: MemoryLimit = 12.0,
-    cache: UseCache = True,
-    hlo: HloFolder = None,
+    target: cli_target_options.Target = None,
+    num_slices: cli_target_options.Slices = 1,
+    option: cli_target_options.XlaOptions = None,
+    time_limit: cli_target_options.TimeLimit = 1200.0,
+    memory_limit: cli_target_options.MemoryLimit = 12.0,
+    cache: cli_target_options.UseCache = True,
+    hlo: cli_target_options.HloFolder = None,
 ) -> None:
     """Every strategy on 8 virtual CPU devices: trained, compared with one device, audited.
 
@@ -74,21 +57,10 @@ def tour(
     import jax
 
     if target is not None:
-        from jaxpar import cli_target
-
-        _check_writable(json_path)
-        jax.config.update("jax_platforms", "cpu")
-        request = cli_target.Request(
-            target=target,
-            num_slices=num_slices,
-            options=option or (),
-            time_limit_s=time_limit,
-            memory_limit_gib=memory_limit,
-            use_cache=cache,
-            hlo=hlo,
-        )
-        _told_of_target(cli_target.tour(request, only or ()), json_path)
-        return
+        return cli_target_options.tour_on_target(
+            only, json_path, target=target, num_slices=num_slices, options=option or (),
+            time_limit_s=time_limit, memory_limit_gib=memory_limit, use_cache=cache, hlo=hlo,
+        )  # fmt: skip
 
     from jaxpar.report.html import tour_page
     from jaxpar.report.text import literal, tour_table, tour_verdict
@@ -119,63 +91,6 @@ def tour(
     _write_json(json_path, result.to_json())
     if not result.agrees:
         raise typer.Exit(FAILED)
-
-
-@app.command(name="compile")
-def compile_(
-    script: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SCRIPT.py", help="A script that defines `experiment = Experiment(...)`."
-        ),
-    ],
-    target: Annotated[
-        str, typer.Option(help="v5p:4x4x4 (chips), h100:2x8 (hosts × devices), or a mesh file.")
-    ],
-    mesh: Annotated[
-        str | None, typer.Option(help="Another mesh: a file, a shipped name, or axes.")
-    ] = None,
-    other: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Any other field of the plan."),
-    ] = None,
-    num_slices: Slices = 1,
-    option: XlaOptions = None,
-    time_limit: TimeLimit = 1200.0,
-    memory_limit: MemoryLimit = 12.0,
-    cache: UseCache = True,
-    hlo: HloFolder = None,
-    json_path: Json = None,
-) -> None:
-    """Compile a training for hardware that need not be here, and audit what its compiler made."""
-    import jax
-
-    from jaxpar import cli_target
-
-    _check_writable(json_path)
-    jax.config.update("jax_platforms", "cpu")
-    request = cli_target.Request(
-        target=target,
-        num_slices=num_slices,
-        options=option or (),
-        time_limit_s=time_limit,
-        memory_limit_gib=memory_limit,
-        use_cache=cache,
-        hlo=hlo,
-    )
-    _told_of_target(cli_target.compile_script(request, script, mesh, other or ()), json_path)
-
-
-def _told_of_target(said: Any, json_path: Path | None) -> None:
-    console = _console()
-    for part in said.shown:
-        if isinstance(part, Table):
-            _print_table(console, part)
-        else:
-            console.print(part, soft_wrap=True)
-    _write_json(json_path, said.data)
-    if said.code:
-        raise typer.Exit(said.code)
 
 
 @app.command()
@@ -588,6 +503,7 @@ def run(
 
 
 app.command("serve-sim")(serve_sim)
+app.command("compile")(cli_target_options.compile_)
 
 
 @app.callback(invoke_without_command=True)
@@ -645,14 +561,9 @@ class _WithoutTrailingSpace:
 
 def _progress() -> Progress:
     """On stderr, and gone when done: the table is what stays."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    name = TextColumn("{task.description}", markup=False)
+    columns = name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _check_writable(*paths: Path | None) -> None:
