@@ -96,6 +96,8 @@ def draw_model(choose: Choose) -> ModelConfig:
             "bias_rate": choose((0.0, 0.001)),
             "num_dense_layers": choose((0, 0, min(1, num_layers - 1))),
         }
+    if dropout := choose((0.0, 0.0, 0.0, 0.1)):
+        fields["dropout"] = dropout
     about = [f"{num_layers} layers", f"{num_kv_heads} kv heads", mlp]
     about += ["tied"] if tied else []
     about += [f"{name}={value}" for name, value in fields.items() if value]
