@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import re
 import signal
@@ -292,7 +293,8 @@ def _topology(target: Target) -> dict[str, Any]:
     """The arguments of jax.experimental.topologies.get_topology_desc."""
     if target.platform == "tpu":
         slices = {"num_slices": target.num_slices} if target.num_slices > 1 else {}
-        return {"platform": "tpu", "topology_name": target.told.strip("'"), **slices}
+        one = {"chips_per_host_bounds": [1, 1, 1]} if math.prod(target.shape) == 1 else {}
+        return {"platform": "tpu", "topology_name": target.told.strip("'"), **slices, **one}
     hosts, devices = target.shape
     return {
         "platform": "cuda",
