@@ -243,17 +243,23 @@ def table(
     ] = False,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="A preset, instead of the paper's sizes; may be repeated."),
+        typer.Option(help="A preset, instead of the table's own models; may be repeated."),
     ] = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Training, prefill and decode side by side.")
+    ] = False,
+    chip: Annotated[str, typer.Option(help="Chip by which steps are timed.")] = "h100",
     json_path: Json = None,
 ) -> None:
-    """A table of closed forms. Nothing is run."""
+    """A table of closed forms; of small models' steps, compiled and audited too. Nothing is run."""
     from jaxpar.cli_table import answer
 
     _check_writable(json_path)
-    shown, data = answer(zero, model or [])
+    shown, data = answer(zero, model or [], inference=inference, chip=chip)
     _print_table(_console(), shown)
     _write_json(json_path, data)
+    if not data.get("agrees", True):
+        raise typer.Exit(FAILED)
 
 
 @app.command()

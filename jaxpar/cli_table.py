@@ -10,6 +10,7 @@ from jaxpar.errors import PlanError
 from jaxpar.model.config import preset
 from jaxpar.predict.states import zero_bytes
 from jaxpar.report.text import plain_table
+from jaxpar.report.text import size as with_unit
 
 SCHEMA = "jaxpar.table/1"
 
@@ -56,8 +57,68 @@ def in_gigabytes(num_bytes: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def answer(zero: bool, models: list[str]) -> tuple[Table, dict[str, Any]]:
-    """Raises PlanError where no table was asked for."""
-    if not zero:
-        raise PlanError("Which table? --zero: state per device by ZeRO stage.")
-    return zero_table(models)
+COMPARED = ("tiny", "tiny-moe", "llama-3-8b", "mixtral-8x7b")
+"""Models of the comparison: small ones, whose programs are audited, and large ones."""
+
+NUM_COMPARED = 8
+"""Devices of the comparison."""
+
+
+def inference_table(models: list[str], chip_name: str) -> tuple[Table, dict[str, Any]]:
+    """Training, prefill and decode side by side, of these presets on 8 devices."""
+    from jaxpar.hardware import chip
+    from jaxpar.mesh import use_cpu_devices
+    from jaxpar.serve.comparison import MOST_COMPILED, compared
+
+    configs, which = [preset(name) for name in models or COMPARED], chip(chip_name)
+    if any(config.num_parameters <= MOST_COMPILED for config in configs):
+        use_cpu_devices(NUM_COMPARED)
+    table = plain_table(
+        f"One step on {NUM_COMPARED} devices; times in ms on {which.name}, at the least",
+        ["model", "step", "mesh", "main communication"],
+        ["times", "wire", "B/MFLOP", "can hide", "compute", "memory", "links", "step"],
+        ["bound by", "from"],
+    )
+    rows, agrees = [], True
+    for config in configs:
+        for row in compared(config, which, num_devices=NUM_COMPARED):
+            main, found = row.shares[0], row.estimate
+            part = main.wire_bytes / found.wire_bytes
+            source = "closed form" if row.agrees is None else "audited"
+            table.add_row(
+                config.name if row.phase == "train" else "",
+                row.phase,
+                str(row.mesh),
+                f"{main.kind} over {','.join(main.axes)}, {part:.0%}",
+                f"{main.count}",
+                with_unit(found.wire_bytes),
+                f"{row.bytes_per_megaflop:.3g}",
+                f"{row.hidden_part:.0%}",
+                *(f"{1e3 * t:.3g}" for t in (found.compute_s, found.memory_s, found.link_s)),
+                f"{1e3 * found.step_s:.3g}",
+                found.bound,
+                "audit differs" if row.agrees is False else source,
+            )
+            rows.append(row.to_json())
+            agrees = agrees and row.agrees is not False
+        table.add_section()
+    return table, {
+        "schema": SCHEMA,
+        "table": "inference",
+        "chip": which.name,
+        "num_devices": NUM_COMPARED,
+        "agrees": agrees,
+        "rows": rows,
+    }
+
+
+def answer(
+    zero: bool, models: list[str], *, inference: bool = False, chip: str = "h100"
+) -> tuple[Table, dict[str, Any]]:
+    """Raises PlanError where no table was asked for, or two."""
+    if zero == inference:
+        raise PlanError(
+            "Which table? --zero: state per device by ZeRO stage. --inference: training, prefill "
+            "and decode side by side. One at a time."
+        )
+    return inference_table(models, chip) if inference else zero_table(models)

@@ -1,0 +1,71 @@
+"""`jaxpar table --inference`: what it says of a phase is what its audited program does."""
+
+import json
+import sys
+
+import pytest
+
+from jaxpar.cli import main
+from jaxpar.cli_table import answer
+from jaxpar.errors import PlanError
+from jaxpar.hardware import chip
+from jaxpar.model.config import preset
+from jaxpar.serve import comparison
+from jaxpar.serve.comparison import compared, plans
+from tests.serve_helpers import DENSE
+
+
+def test_small_models_are_audited_and_an_error_is_told(monkeypatch):
+    rows = compared(DENSE, chip("h100"), num_devices=2)
+    assert [(row.phase, row.agrees) for row in rows] == [
+        ("train", True), ("prefill", True), ("decode", True),
+    ]  # fmt: skip
+    assert [row.shares[0].kind for row in rows] == ["all-reduce"] * 3
+    _, serving = plans(DENSE, 2, is_small=True)
+    short = comparison.expected(DENSE, serving, "decode")[1:]
+    monkeypatch.setattr(comparison, "expected", lambda *_: short)
+    assert comparison._serve(DENSE, serving, "decode", chip("h100"), True).agrees is False
+
+
+def test_what_differs_ends_the_command_with_1(monkeypatch, capsys):
+    wrong = [
+        comparison._serve(preset("tiny"), plans(preset("tiny"), 8, is_small=True)[1], "decode",
+                          chip("h100"), False)
+    ]  # fmt: skip
+    wrong[0] = type(wrong[0])(**{**vars(wrong[0]), "agrees": False})
+    monkeypatch.setattr(comparison, "compared", lambda *_, **__: wrong)
+    monkeypatch.setattr(sys, "argv", ["jaxpar", "table", "--inference", "--model", "llama-3-8b"])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 1 and "audit differs" in capsys.readouterr().out
+
+
+def test_large_models_by_their_closed_forms():
+    _, data = answer(False, ["llama-3-8b", "mixtral-8x7b"], inference=True)
+    rows = {(row["model"], row["phase"]): row for row in data["rows"]}
+    assert json.loads(json.dumps(data, allow_nan=False)) == data and data["agrees"]
+    assert all(row["agrees"] is None for row in rows.values())
+    dense = rows["llama-3-8b", "decode"]
+    # Two reductions in each of 32 layers and one behind the embedding, of 32 rows on a device.
+    first = dense["communication"][0]
+    assert (first["kind"], first["axes"], first["count"]) == ("all-reduce", ["tensor"], 65)
+    assert first["wire_bytes"] == 65 * 1.5 * 32 * 4096 * 2
+    assert dense["bound"] == "memory" and dense["hidden_part"] == 0
+    assert rows["llama-3-8b", "prefill"]["bound"] == "compute"
+    for model, axis in (("llama-3-8b", "tensor"), ("mixtral-8x7b", "expert")):
+        for phase in ("train", "prefill", "decode"):
+            row = rows[model, phase]
+            assert row["communication"][0]["axes"] == [axis]
+            sums = sum(part["wire_bytes"] for part in row["communication"])
+            assert row["wire_bytes"] == sums
+            work = max(row["compute_s"], row["memory_s"])
+            assert work < row["step_s"] <= work + row["link_s"]
+    train = rows["llama-3-8b", "train"]
+    hidden = [p["wire_bytes"] for p in train["communication"] if p["beside"] == "other layers"]
+    assert train["hidden_part"] == pytest.approx(sum(hidden) / train["wire_bytes"]) and hidden
+
+
+def test_one_table_at_a_time():
+    for zero in (True, False):
+        with pytest.raises(PlanError, match="Which table.*--inference"):
+            answer(zero, [], inference=zero)
