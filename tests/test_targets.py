@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar import MeshSpec, cli_target
+from jaxpar import MeshSpec, audit, cli_target
 from jaxpar.audit.asked import Asked
 from jaxpar.audit.result import Audit, Buffer, Collective, Program
 from jaxpar.cli import main
@@ -278,7 +278,8 @@ def test_the_same_elements_agree_however_they_are_merged_or_narrowed():
 
 
 @pytest.mark.parametrize(
-    ("was", "extra_wire_bytes"), [("reduce-scatter", 700), ("all-gather", 700), ("send", 600)]
+    ("was", "extra_wire_bytes"),
+    [("reduce-scatter", 700), ("all-gather", 700), ("collective-permute", 600)],
 )
 def test_an_all_reduce_instead_is_named_with_what_it_costs(was, extra_wire_bytes):
     asked = [_asked(was, 2, 400), _asked("all-reduce", 1, 80)]
@@ -327,6 +328,25 @@ def test_other_elements_than_asked_for_disagree_and_say_what(asked, compiled, to
     assert not found.agrees and found.over[0].reason.startswith(told)
     assert found.over[0].normalised_bytes == normalised
     assert json.loads(json.dumps(found.to_json()))[0]["agrees"] is False
+
+
+def test_an_all_reduce_in_layers_between_slices_is_one():
+    """As libtpu made it of a psum over both axes of two slices."""
+    path = HERE.parents[1] / "tests/audit/hlo/multislice_psum_both.tpu_v5e_2x4_x2.txt.gz"
+    found = audit(path, mesh={"slice": 2, "b": 8})
+    assert len(found.collectives) == 3
+    both, once = ("slice", "b"), {"loops": (), "axes": ("slice", "b")}
+    asked = [_asked("all-reduce", 1, 8 << 20, **once)]
+    told = changes(asked, found)
+    assert told.agrees and [over.axes for over in told.over] == [both, ("b",), ("slice",)]
+    (change,) = told.over[0].changes
+    assert change.payload_bytes == 8 << 20 and change.extra_wire_bytes == 0
+    assert change.now.startswith("reduce-scatter over b + all-reduce over slice + all-gather")
+    where = _where("v5e:2x4", {"slice": 2, "b": 8}, 2)
+    links = {it.axes: where.links(it) for it in found.collectives}
+    assert links == {("b",): "ICI x+y", ("slice",): "between slices"}
+    more = [_asked("all-reduce", 1, 9 << 20, **once)]  # a part is missing
+    assert not changes(more, found).agrees
 
 
 def test_what_one_device_does_alone_is_counted_there():

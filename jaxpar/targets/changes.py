@@ -9,7 +9,8 @@ change in ways that are recognised here, each with what it costs on the wire:
 * all-gather → all-reduce (of zeros around the own part): the same.
 * all-reduce → reduce-scatter and all-gather: the same bytes, in two operations.
 * all-to-all → all-gather (and a slice), permute → all-to-all and the like.
-* between slices: sends and receives instead of any of them.
+* an all-reduce over several axes in layers: reduce-scatter over the inner ones, all-reduce over the
+  outer ones, all-gather over the inner ones. Between slices this is the rule.
 """
 
 from __future__ import annotations
@@ -22,15 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxpar.audit.asked import Asked
 from jaxpar.audit.result import Audit, Collective
 from jaxpar.audit.shape import DTYPE_BITS
 from jaxpar.collectives import wire_bytes
 
 Counts = NDArray[np.int64]
 """Of something on each device, or [1] where all devices do the same."""
-
-_SENDS = ("send", "recv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +95,24 @@ class Changes:
         return [_json(row) for row in self.over]
 
 
-def changes(asked: Sequence[Asked], audit: Audit) -> Changes:
-    """What became of `asked` in the audited program. Its mesh has to be known."""
-    names = dict.fromkeys([*(row.axes for row in asked), *map(_axes, audit.collectives)])
+def changes(asked: Sequence[Any], audit: Audit) -> Changes:
+    """What became of `asked` in the audited program, whose mesh has to be known.
+
+    asked: rows of `jaxpar.audit.asked`, or of a closed form.
+    """
+    compiled = audit.collectives
+    names = dict.fromkeys([*(tuple(row.axes) for row in asked), *map(_axes, compiled)])
     sizes = audit.mesh or {}
+    rows = {axes: [row for row in asked if row.axes == axes] for axes in names if axes}
+    sums = {
+        axes: (_Sum(mine), _Sum([found for found in compiled if _axes(found) == axes]))
+        for axes, mine in rows.items()
+    }
+    layered = _layered(sums, sizes)
     return Changes(
         over=tuple(
-            _over(
-                axes,
-                [row for row in asked if row.axes == axes],
-                [found for found in audit.collectives if _axes(found) == axes],
-                sizes,
-            )
-            for axes in names
-            if axes
+            _over(axes, want, have, rows[axes], layered.get(axes, []), sizes)
+            for axes, (want, have) in sums.items()
         )
     )
 
@@ -123,11 +125,12 @@ def _axes(found: Collective) -> tuple[str, ...]:
 
 def _over(
     axes: tuple[str, ...],
-    asked: Sequence[Asked],
-    compiled: Sequence[Collective],
+    want: _Sum,
+    have: _Sum,
+    asked: Sequence[Any],
+    layered: Sequence[Change],
     sizes: Mapping[str, int],
 ) -> OverAxes:
-    want, have = _Sum(asked), _Sum(compiled)
     answer = OverAxes(axes=axes, asked=want.totals, compiled=have.totals)
     if want.unknown or have.unknown:
         side = "asked for" if want.unknown else "compiled"
@@ -135,20 +138,58 @@ def _over(
         return replace(answer, reason=f"{side}: how often {unknown} runs is not known")
     group = math.prod(sizes.get(axis, 1) for axis in axes)
     found, missing, extra = _matched(want.elements, have.elements)
-    told = tuple(
+    told = [
         _change(was, now, elements, want.bytes_per_element(was), group)
         for was, now, elements in found
-    )
+    ]
     # Elements have to be the same; what they are sent as is the compiler's choice.
-    narrow = want.total_bytes - have.total_bytes if not (missing or extra) else 0
+    narrow = 0 if missing or extra or layered else want.total_bytes - have.total_bytes
     return replace(
         answer,
-        changes=told,
+        changes=(*layered, *told),
         payload_bytes=want.total_bytes,
         normalised_bytes=want.total_bytes + _in_asked_bytes(want, missing, extra),
         narrowed_bytes=narrow - _doubled(found, want),
         reason=_reason(missing, extra, asked),
     )
+
+
+def _layered(
+    sums: Mapping[tuple[str, ...], tuple[_Sum, _Sum]], sizes: Mapping[str, int]
+) -> dict[tuple[str, ...], list[Change]]:
+    """All-reduces over several axes that were cut: scatter inside, reduce outside, gather inside.
+
+    Between slices that is the rule: the slow links then carry one part of each buffer. What is
+    recognised is put back into the elements of `sums`, as if it had not been cut.
+    """
+    told: dict[tuple[str, ...], list[Change]] = {}
+    for axes, (want, have) in sums.items():
+        for inner in sums:
+            outer = tuple(axis for axis in axes if axis not in inner)
+            if len(inner) + len(outer) != len(axes) or outer not in sums or not inner:
+                continue
+            size = math.prod(sizes.get(axis, 1) for axis in inner)
+            elements = want.gap("all-reduce", have)
+            for kind, share, part in (
+                ("reduce-scatter", 1, inner), ("all-gather", 1, inner), ("all-reduce", size, outer),
+            ):  # fmt: skip
+                elements = np.minimum(elements, -sums[part][0].gap(kind, sums[part][1]) * share)
+            if not (elements > 0).any():
+                continue
+            elements = elements.clip(0)
+            have.add("all-reduce", elements)
+            sums[inner][1].add("reduce-scatter", -elements)
+            sums[inner][1].add("all-gather", -elements)
+            sums[outer][1].add("all-reduce", -(elements // size))
+            payload = round(int(elements.max()) * want.bytes_per_element("all-reduce"))
+            inside, outside = ",".join(inner), ",".join(outer)
+            now = (
+                f"reduce-scatter over {inside} + all-reduce over {outside} + "
+                f"all-gather over {inside}"
+            )
+            change = Change(was="all-reduce", now=now, payload_bytes=payload, extra_wire_bytes=0)
+            told.setdefault(axes, []).append(change)
+    return told
 
 
 class _Sum:
@@ -165,7 +206,7 @@ class _Sum:
             if counts is None:
                 self.unknown = self.unknown or f"an {row.kind}"
                 continue
-            kind = "send" if row.kind in _SENDS else row.kind
+            kind = row.kind
             amounts = (1, row.payload_bytes, _elements(row))
             for name, amount in zip(
                 (self._counts, self._bytes, self.elements), amounts, strict=True
@@ -191,6 +232,14 @@ class _Sum:
         for each in self._bytes.values():
             total = _added(total, each)
         return int(total.max())
+
+    def gap(self, kind: str, other: _Sum) -> Counts:
+        """Elements of a kind that the other has too few of."""
+        zero = np.zeros(1, np.int64)
+        return self.elements.get(kind, zero) - other.elements.get(kind, zero)
+
+    def add(self, kind: str, elements: Counts) -> None:
+        self.elements[kind] = _added(self.elements.get(kind, np.zeros(1, np.int64)), elements)
 
     def bytes_per_element(self, kind: str) -> float:
         elements = int(self.elements[kind].sum()) if kind in self.elements else 0
@@ -221,11 +270,6 @@ _USUAL = (
     ("all-gather", "all-reduce"),
     ("all-to-all", "all-gather"),
     ("ragged-all-to-all", "all-to-all"),
-    ("collective-permute", "send"),
-    ("all-reduce", "send"),
-    ("all-gather", "send"),
-    ("reduce-scatter", "send"),
-    ("all-to-all", "send"),
 )
 
 

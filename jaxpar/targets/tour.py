@@ -19,7 +19,6 @@ from jaxpar.targets.target import Target
 from jaxpar.tour import chosen, default_optimizer
 
 SCHEMA = "jaxpar.target/1"
-_KINDS = {"recv": "send"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ def kinds_on_target(result: OnTarget) -> list[KindOnTarget]:
             found = [
                 it
                 for it in result.audit.collectives
-                if _KINDS.get(it.kind, it.kind) == kind
+                if it.kind == kind
                 and (it.axes or (it.axes_note or "irregular groups",)) == over.axes
             ]
             before, after = asked.get(kind), compiled.get(kind)
