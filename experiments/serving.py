@@ -6,10 +6,10 @@
 Two small models, 8 virtual CPU devices, float32. Requests have random prompts, lengths, arrivals
 and ways of sampling: half are greedy, the others draw with seeds of their own. Each row serves all
 of them by continuous batching with chunked prefill; `wrong` are answers that differ in any token
-from those of one device that has no cache and no batch, `margin` the least distance by which a
-token of them was ahead of the next one (scores differ between plans by up to 1e-5). `full` is the most of the
-cache's blocks in use, `preempted` how often a sequence had to give its own back and was computed
-again, `busy` the mean of slots that a decode step used.
+from those of one device that has no cache and no batch, and the margin below the least distance by
+which a token of these was ahead of the next one (scores differ between plans by up to 1e-5). `full`
+is the most of the cache's blocks in use, `preempted` how often a sequence had to give its own back
+and was computed again, `busy` the mean of slots that a decode step used.
 """
 
 from __future__ import annotations

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from jaxpar.mesh import MeshSpec, use_cpu_devices
     from jaxpar.model.config import ModelConfig, preset
     from jaxpar.predict.volume import expected
+    from jaxpar.serve.engine import Engine
+    from jaxpar.serve.plan import ServePlan
+    from jaxpar.serve.sampling import Sampling
+    from jaxpar.serve.scheduler import Request
+    from jaxpar.serve.step import ServeStep
     from jaxpar.strategies.plan import Plan
     from jaxpar.text import Batch, Corpus
     from jaxpar.train import TrainState, TrainStep
@@ -41,6 +46,11 @@ _HOME = {
     "ModelConfig": "jaxpar.model.config",
     "preset": "jaxpar.model.config",
     "expected": "jaxpar.predict.volume",
+    "Engine": "jaxpar.serve.engine",
+    "ServePlan": "jaxpar.serve.plan",
+    "Sampling": "jaxpar.serve.sampling",
+    "Request": "jaxpar.serve.scheduler",
+    "ServeStep": "jaxpar.serve.step",
     "Plan": "jaxpar.strategies.plan",
     "Batch": "jaxpar.text",
     "Corpus": "jaxpar.text",
@@ -53,11 +63,16 @@ __all__ = [
     "Batch",
     "Checkpoints",
     "Corpus",
+    "Engine",
     "Experiment",
     "JaxparError",
     "MeshSpec",
     "ModelConfig",
     "Plan",
+    "Request",
+    "Sampling",
+    "ServePlan",
+    "ServeStep",
     "TrainState",
     "TrainStep",
     "asked",
