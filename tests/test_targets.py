@@ -441,10 +441,15 @@ def test_a_compiler_is_stopped_at_its_limits_and_leaves_nothing(tmp_path, monkey
 
 def test_a_compiler_does_not_outlive_whoever_started_it(tmp_path):
     pid = tmp_path / "pid"
+    (tmp_path / "request.json").write_text("{}")
     child = (
-        f"import os, sys, time; sys.path.insert(0, {str(Path(compiler.__file__).parents[2])!r})\n"
-        f"from jaxpar.targets.child import _restrict\n_restrict(os.getppid())\n"
-        f"open({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+        f"import os, pathlib, sys, time; sys.path.insert(0, {str(HERE.parents[1])!r})\n"
+        f"from jaxpar.targets import child\n"
+        f"def compiled(request, folder):\n"
+        f"    (folder / 'pid').write_text(str(os.getpid()))\n"
+        f"    time.sleep(60)\n"
+        f"child._compiled = compiled\n"
+        f"child.main(pathlib.Path({str(tmp_path)!r}), os.getppid())"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", f"import subprocess, sys\n"
