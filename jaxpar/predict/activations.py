@@ -10,7 +10,7 @@ tests hold one against the other to the byte. Where they differ, per s·b·h byt
 | norms                 | 4     | 16             | RMSNorm in float32 keeps two float32 copies |
 | inputs of projections | 4     | 4              |                                             |
 | queries, keys, values | 6     | 2 + 4K/N       | fewer key/value heads                       |
-| scores, per a·s/h     | 2 + 1 | 4              | float32; no dropout and so no mask          |
+| scores, per a·s/h     | 2 + 1 | 4              | float32; no dropout here and so no mask     |
 | weights, per a·s/h    | 2     | 2              |                                             |
 | output of attention   | 2     | 2              |                                             |
 | inside the MLP        | 16    | 12F/D          | SwiGLU, or GELU (10F/D), step by step       |
