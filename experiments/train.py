@@ -11,9 +11,11 @@ saved, on another mesh. Half a minute each, on virtual CPU devices where there i
 
 from __future__ import annotations
 
+import sys
+
 import optax
 
-from jaxpar import Experiment, MeshSpec, Plan, preset
+from jaxpar import Experiment, MeshSpec, Plan, main, preset
 
 experiment = Experiment(
     config=preset("tiny"),
@@ -27,4 +29,4 @@ experiment = Experiment(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    experiment.main()
+    main(["run", *sys.argv])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxpar.audit.asked import asked
     from jaxpar.audit.compare import compare
     from jaxpar.checkpoint import Checkpoints
+    from jaxpar.cli import main
     from jaxpar.errors import JaxparError
     from jaxpar.experiment import Experiment
     from jaxpar.mesh import MeshSpec, use_cpu_devices
@@ -39,6 +40,7 @@ _HOME = {
     "asked": "jaxpar.audit.asked",
     "compare": "jaxpar.audit.compare",
     "Checkpoints": "jaxpar.checkpoint",
+    "main": "jaxpar.cli",
     "JaxparError": "jaxpar.errors",
     "Experiment": "jaxpar.experiment",
     "MeshSpec": "jaxpar.mesh",
@@ -79,6 +81,7 @@ __all__ = [
     "audit",
     "compare",
     "expected",
+    "main",
     "preset",
     "use_cpu_devices",
 ]

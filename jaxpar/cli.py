@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from jaxpar import cli_target_options
 from jaxpar.cli_serve_options import serve_sim
+from jaxpar.console import (
+    Json,
+    check_writable,
+    open_console,
+    print_table,
+    progress_bar,
+    write,
+    write_json,
+)
 from jaxpar.errors import JaxparError
 
 FAILED, BAD_INPUT = 1, 2
-
-WIDTH_WHEN_PIPED = 160
-"""Columns of what goes to a file, where there is no terminal to ask."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,7 +32,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file.")]
 Model = Annotated[str, typer.Option(help="Model preset.")]
 
 
@@ -72,8 +74,8 @@ def tour(
     # Programs run for five steps: compiling them well would take longer than it saves, and what
     # they communicate is settled before machine code is made.
     jax.config.update("jax_disable_most_optimizations", True)
-    _check_writable(json_path, html)
-    with _progress() as bar:
+    check_writable(json_path, html)
+    with progress_bar() as bar:
         task = bar.add_task("", total=None)
         result = take_tour(
             corpus=Corpus.from_file(text) if text else None,
@@ -83,12 +85,12 @@ def tour(
                 task, description=name, completed=done, total=total
             ),
         )
-    console = _console()
-    _print_table(console, tour_table(result))
+    console = open_console()
+    print_table(console, tour_table(result))
     console.print(tour_verdict(result))
-    _write(html, tour_page(result))
+    write(html, tour_page(result))
     console.print(literal(f"Written: {html}"), soft_wrap=True)
-    _write_json(json_path, result.to_json())
+    write_json(json_path, result.to_json())
     if not result.agrees:
         raise typer.Exit(FAILED)
 
@@ -137,7 +139,7 @@ def explain(
     from jaxpar.strategies import compose
     from jaxpar.strategies.plan import Plan, plan_fields
 
-    _check_writable(json_path)
+    check_writable(json_path)
     if name in ("prefill", "decode"):
         from jaxpar import cli_explain
 
@@ -146,8 +148,10 @@ def explain(
             compute_dtype=compute_dtype, other=other or (),
         )  # fmt: skip
         for part in parts:
-            _console().print(part, soft_wrap=isinstance(part, str), markup=False, highlight=False)
-        _write_json(json_path, data)
+            open_console().print(
+                part, soft_wrap=isinstance(part, str), markup=False, highlight=False
+            )
+        write_json(json_path, data)
         return
     strategy, variant = compose.strategy(name)
     given = {
@@ -168,17 +172,17 @@ def explain(
     whole_step = expected(config, plan)
     active = strategy.is_active(plan)
     rows = strategy.expected(config, plan, compose.layout(config, plan)) if active else []
-    console = _console()
+    console = open_console()
     console.print(card_table(strategy.card))
     title = f"{config.name} on {plan.mesh}, per step and device"
-    _print_table(console, expected_table(rows, title))
+    print_table(console, expected_table(rows, title))
     if not active:
         console.print(f"This plan does not use {name}. Its axis: {strategy.card.axis}.")
     for whose, some in ((name, rows), ("the whole step", whole_step)):
         wire = wire_bytes_by_axes(some, plan).items()
         shown = "; ".join(f"{size(n)} over {','.join(axes)}" for axes, n in wire)
         console.print(f"On the wire, {whose}: {shown or 'nothing'}.", highlight=False)
-    _write_json(
+    write_json(
         json_path,
         {
             "card": asdict(strategy.card),
@@ -213,7 +217,7 @@ def recipe(
     """A usual combination of strategies for a model on a cluster, and what it communicates."""
     from jaxpar import cli_recipe
 
-    _check_writable(json_path)
+    check_writable(json_path)
     if name is None:
         shown, data = cli_recipe.all_recipes()
     else:
@@ -227,13 +231,13 @@ def recipe(
             sizes=sizes | {"num_devices_per_node": devices_per_node},
             other=other or (),
         )
-    console = _console()
+    console = open_console()
     for part in shown:
         if isinstance(part, Table):
-            _print_table(console, part)
+            print_table(console, part)
         else:
             console.print(part, soft_wrap=True, markup=False, highlight=False)
-    _write_json(json_path, data)
+    write_json(json_path, data)
 
 
 @app.command()
@@ -254,10 +258,10 @@ def table(
     """A table of closed forms; of small models' steps, compiled and audited too. Nothing is run."""
     from jaxpar.cli_table import answer
 
-    _check_writable(json_path)
+    check_writable(json_path)
     shown, data = answer(zero, model or [], inference=inference, chip=chip)
-    _print_table(_console(), shown)
-    _write_json(json_path, data)
+    print_table(open_console(), shown)
+    write_json(json_path, data)
     if not data.get("agrees", True):
         raise typer.Exit(FAILED)
 
@@ -315,7 +319,7 @@ def audit(
     """What a compiled program communicates: which collective, which axis, how often, how much."""
     from jaxpar.cli_audit import Request, answer
 
-    _check_writable(json_path)
+    check_writable(json_path)
     options = {
         "chip": chip,
         "devices_per_host": devices_per_host,
@@ -333,13 +337,13 @@ def audit(
             options={key: value for key, value in options.items() if value is not None},
         )
     )
-    console = _console()
+    console = open_console()
     for part in said.shown:
         if isinstance(part, Table):
-            _print_table(console, part)
+            print_table(console, part)
         else:
             console.print(part, soft_wrap=True)
-    _write_json(json_path, said.data)
+    write_json(json_path, said.data)
     if said.code:
         raise typer.Exit(said.code)
 
@@ -373,8 +377,8 @@ def schedule(
     """A pipeline schedule: drawn, and how long it is, idle, and in memory. Nothing is run."""
     from jaxpar.cli_schedule import Request, answer
 
-    _check_writable(svg, csv, json_path)
-    console = _console()
+    check_writable(svg, csv, json_path)
+    console = open_console()
     said = answer(
         Request(
             what=what,
@@ -393,13 +397,13 @@ def schedule(
     drawn = said.svg if svg is not None else ""
     for part in said.shown:
         if isinstance(part, Table):
-            _print_table(console, part)
+            print_table(console, part)
         else:
             console.print(part, soft_wrap=True)
     for path, content in ((svg, drawn), (csv, said.csv)):
         if path is not None:
-            _write(path, content)
-    _write_json(json_path, said.data)
+            write(path, content)
+    write_json(json_path, said.data)
 
 
 @app.command()
@@ -428,7 +432,7 @@ def launch(
     from jaxpar.launch import launch as run_all
     from jaxpar.report.text import literal
 
-    _check_writable(json_path)
+    check_writable(json_path)
     result = run_all(
         Launch(
             command=command,
@@ -442,7 +446,7 @@ def launch(
     console = Console(stderr=True)  # standard output is rank 0's
     for line in told(result):
         console.print(literal(line), soft_wrap=True)
-    _write_json(json_path, result.to_json())
+    write_json(json_path, result.to_json())
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
@@ -487,7 +491,7 @@ def run(
     from jaxpar.cli_run import Request, answer
     from jaxpar.processes import is_main
 
-    _check_writable(metrics, json_path)
+    check_writable(metrics, json_path)
     said = answer(
         Request(
             script=script,
@@ -500,10 +504,10 @@ def run(
             metrics=metrics,
             tensorboard=tensorboard,
         ),
-        _console(),
+        open_console(),
     )
     if is_main():
-        _write_json(json_path, said.data)
+        write_json(json_path, said.data)
     if said.code:
         raise typer.Exit(said.code)
 
@@ -526,10 +530,13 @@ def version(
         raise typer.Exit()
 
 
-def main() -> None:
-    """Entry point of the `jaxpar` command: errors people can mend are told in one paragraph."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the `jaxpar` command: errors people can mend are told in one paragraph.
+
+    arguments: verb and options; those of the command line where not given.
+    """
     try:
-        app(prog_name="jaxpar")
+        app(args=arguments, prog_name="jaxpar")
     except JaxparError as error:
         from jaxpar.report.text import literal
 
@@ -537,62 +544,3 @@ def main() -> None:
         if processes := sys.modules.get("jaxpar.processes"):
             processes.failing(type(error).__name__, BAD_INPUT)  # others may wait for this one
         sys.exit(getattr(error, "exit_code", BAD_INPUT))
-
-
-def _console() -> Console:
-    console = Console()
-    if console.is_terminal:
-        return console
-    return Console(width=WIDTH_WHEN_PIPED, file=cast(TextIO, _WithoutTrailingSpace()))
-
-
-def _print_table(console: Console, table: Table) -> None:
-    """As wide as it has to be: the terminal may wrap a line, but no number is cut off."""
-    from jaxpar.report.text import MAX_WIDTH
-
-    needed = console.measure(table, options=console.options.update(width=MAX_WIDTH)).maximum
-    console.width = max(console.width, needed)
-    console.print(table)
-
-
-class _WithoutTrailingSpace:
-    """Standard output for what is piped: tables pad their lines, and files need not."""
-
-    def write(self, text: str) -> None:
-        sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
-
-    def flush(self) -> None:
-        sys.stdout.flush()
-
-
-def _progress() -> Progress:
-    """On stderr, and gone when done: the table is what stays."""
-    name = TextColumn("{task.description}", markup=False)
-    columns = name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True)
-
-
-def _check_writable(*paths: Path | None) -> None:
-    """Before minutes of work, not after it."""
-    for path in paths:
-        if path is None:
-            continue
-        try:
-            if path.is_dir() or not path.resolve().parent.is_dir():
-                raise JaxparError(f"Cannot write {path}: no such folder, or a folder itself.")
-            if not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
-                raise JaxparError(f"Cannot write {path}: permission denied.")
-        except OSError as error:  # such as a name that is too long
-            raise JaxparError(f"Cannot write {path}: {error.strerror}.") from None
-
-
-def _write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise JaxparError(f"Cannot write {path}: {error.strerror}.") from None
-
-
-def _write_json(path: Path | None, data: dict[str, Any]) -> None:
-    if path is not None:
-        _write(path, json.dumps(data, indent=1, allow_nan=False) + "\n")

@@ -53,14 +53,14 @@ def serve_sim(
     """A seeded trace served on virtual CPU devices and a simulated clock: TTFT, TPOT, rates."""
     import jax
 
-    from jaxpar import cli
     from jaxpar.cli_serve_sim import Request, answer
+    from jaxpar.console import check_writable, open_console, print_table, progress_bar, write_json
 
     # Tokens have to be right; how long these programs take is not looked at, unless measured.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", clock != "measured")
-    cli._check_writable(json_path)
-    with cli._progress() as bar:
+    check_writable(json_path)
+    with progress_bar() as bar:
         task = bar.add_task("", total=None)
         said = answer(
             Request(
@@ -92,12 +92,12 @@ def serve_sim(
                 task, description=name, completed=done, total=total
             ),
         )
-    console = cli._console()
+    console = open_console()
     for part in said.shown:
         if isinstance(part, Table):
-            cli._print_table(console, part)
+            print_table(console, part)
         else:
             console.print(part, soft_wrap=True)
-    cli._write_json(json_path, said.data)
+    write_json(json_path, said.data)
     if said.code:
         raise typer.Exit(said.code)

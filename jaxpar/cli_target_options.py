@@ -82,21 +82,21 @@ def compile_(
 def _start(json_path: Path | None) -> None:
     import jax
 
-    from jaxpar.cli import _check_writable
+    from jaxpar.console import check_writable
 
-    _check_writable(json_path)
+    check_writable(json_path)
     jax.config.update("jax_platforms", "cpu")  # a device that happens to be there stays free
 
 
 def _tell(said: Any, json_path: Path | None) -> None:
-    from jaxpar.cli import _console, _print_table, _write_json
+    from jaxpar.console import open_console, print_table, write_json
 
-    console = _console()
+    console = open_console()
     for part in said.shown:
         if isinstance(part, Table):
-            _print_table(console, part)
+            print_table(console, part)
         else:
             console.print(part, soft_wrap=True)
-    _write_json(json_path, said.data)
+    write_json(json_path, said.data)
     if said.code:
         raise typer.Exit(said.code)

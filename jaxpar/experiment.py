@@ -4,7 +4,7 @@ experiment = Experiment(config=preset("tiny"), plan=Plan(...), optimizer=optax.a
                         num_steps=100)
 
 if __name__ == "__main__":
-    experiment.main()
+    jaxpar.main(["run", *sys.argv])
 """
 
 from __future__ import annotations
@@ -104,13 +104,6 @@ class Experiment:
             "seq_len": self.plan.seq_len,
             "packed": self.plan.packed,
         }
-
-    def main(self) -> None:
-        """`jaxpar run` for the script that calls this, with the options on its command line."""
-        from jaxpar import cli
-
-        sys.argv[1:1] = ["run", sys.argv[0]]
-        cli.main()
 
 
 def load(path: str | os.PathLike[str]) -> Experiment:

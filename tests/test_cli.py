@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxpar import cli
+from jaxpar import cli, console
 from jaxpar.audit.compare import Amount, Line
 from jaxpar.errors import JaxparError
 from jaxpar.report.html import tour_page
@@ -190,18 +190,18 @@ def test_a_disk_that_fills_up_is_told(monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(JaxparError, match=r"Cannot write x: No space left on device\."):
-        cli._write(Path("x"), "")
+        console.write(Path("x"), "")
 
 
 def test_a_folder_without_permission_is_told(monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(JaxparError, match=r"Cannot write x: permission denied\."):
-        cli._check_writable(Path("x"))
+        console.check_writable(Path("x"))
 
 
 def test_json_is_strict():
     with pytest.raises(ValueError, match="JSON"):
-        cli._write_json(Path("x.json"), {"error": float("inf")})
+        console.write_json(Path("x.json"), {"error": float("inf")})
 
 
 # --- audit -------------------------------------------------------------------------------------
