@@ -69,8 +69,8 @@ def cells(name: str, result: OnTarget, seconds: float) -> list[str]:
     return [
         name,
         str(result.step.plan.mesh),
-        f"{compiled.seconds:.0f} s, {compiled.peak_rss_bytes / 2**30:.1f} GiB"
-        + (" (cached)" if compiled.from_cache else ""),
+        f"{compiled.seconds:.0f} s ({compiled.cpu_s:.0f} s of processor), "
+        f"{compiled.peak_rss_bytes / 2**30:.1f} GiB" + (" (cached)" if compiled.from_cache else ""),
         f"{seconds:.0f} s",
         f"{size(compiled.device_bytes)}, {'fits' if spare >= 0 else 'too much'}",
         size(sum(row.wire_bytes or 0 for row in kinds)),

@@ -509,6 +509,7 @@ def test_what_was_compiled_is_found_again_by_content(tmp_path, monkeypatch):
     again = _run_child("sys.exit(1)", tmp_path, monkeypatch, cache=cache)
     assert not first.from_cache and again.from_cache
     assert replace(again, from_cache=False) == first
+    assert 0 < first.cpu_s < 60 and 0 < first.seconds < 60
     with pytest.raises(CompilerError):  # without a cache it is compiled
         _run_child("sys.exit(1)", tmp_path, monkeypatch)
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SCHEMA = "jaxpar.compiled/1"
+SCHEMA = "jaxpar.compiled/2"
 MAX_CACHE_BYTES = 1 << 29
 MAX_ENTRY_BYTES = 1 << 29
 """Of one entry, unpacked."""

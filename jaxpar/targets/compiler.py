@@ -76,7 +76,8 @@ class Compiled:
     text: scheduled HLO. memory: of one device by XLA's own account, in bytes: argument_bytes,
     output_bytes, alias_bytes (outputs that take an argument's place), temp_bytes,
     generated_code_bytes, and peak_bytes or None. where: the devices in the order of the mesh.
-    seconds, peak_rss_bytes: what the compiler took, when it ran. from_cache: it did so earlier.
+    seconds, cpu_s, peak_rss_bytes: what the compiler took, when it ran: wall clock, processor time
+    of all its threads, memory. from_cache: it did so earlier.
     """
 
     target: Target
@@ -85,6 +86,7 @@ class Compiled:
     memory: Mapping[str, int | None]
     devices: tuple[Mapping[str, Any], ...]
     seconds: float
+    cpu_s: float
     peak_rss_bytes: int
     from_cache: bool
 
@@ -144,6 +146,7 @@ def compile_module(
         memory=answer["memory"],
         devices=tuple(answer["devices"]),
         seconds=answer["seconds"],
+        cpu_s=answer["cpu_s"],
         peak_rss_bytes=answer["peak_rss_bytes"],
         from_cache=found is not None,
     )
@@ -160,7 +163,9 @@ def _run(
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "module.mlirbc").write_bytes(module)
         started = time.monotonic()
+        before = _cpu_s_of_children()
         code, peak = _watched(folder, target, limits, progress)
+        cpu_s = _cpu_s_of_children() - before
         seconds = time.monotonic() - started
         said = _tail(folder / "stderr")
         try:
@@ -173,8 +178,8 @@ def _run(
                 return {"out_of_memory": message[:4000]}
             raise _refused(message, said, target, request["options"])
         text = (folder / "program.txt").read_text()
-    measured = {"text": text, "seconds": round(seconds, 2), "peak_rss_bytes": peak}
-    return {**answer, **measured}
+    measured = {"seconds": round(seconds, 2), "cpu_s": round(cpu_s, 2), "peak_rss_bytes": peak}
+    return {**answer, "text": text, **measured}
 
 
 def _watched(folder: Path, target: Target, limits: Limits, progress: Progress) -> tuple[int, int]:
@@ -224,6 +229,12 @@ def _check_limits(seconds: float, rss_bytes: int, limits: Limits, target: Target
             f"machine's memory (limit {limits.memory_bytes / GIB:.1f} GiB). {advice} "
             f"(--memory-limit)."
         )
+
+
+def _cpu_s_of_children() -> float:
+    """Processor time of the children of this process that have ended, in seconds."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _rss_bytes(pid: int) -> int:

@@ -139,6 +139,7 @@ class TargetRow:
             "kinds": [{**vars(row), "axes": list(row.axes)} for row in self.kinds],
             "changes": result.changes.to_json(),
             "compile_s": compiled.seconds,
+            "compile_cpu_s": compiled.cpu_s,
             "compile_peak_bytes": compiled.peak_rss_bytes,
             "from_cache": compiled.from_cache,
             "memory": {
