@@ -105,8 +105,9 @@ def test_explain_knows_every_strategy(run, name):
 
 @pytest.mark.parametrize("name", compose.all_strategies())
 def test_explain_says_where_a_mesh_has_no_use_for_a_strategy(run, name):
-    found, _ = compose.strategy(name)
-    answer = run("explain", name, "--model", "tiny", "--mesh", "data=1", "--seq-len", 64)
+    found, variant = compose.strategy(name)
+    model = variant.model or "tiny"
+    answer = run("explain", name, "--model", model, "--mesh", "data=1", "--seq-len", 64)
     if answer[0]:
         assert "(data=1)" in paragraph(answer)
         return

@@ -67,8 +67,8 @@ def check(config: ModelConfig, plan: Plan) -> None:
     if plan.size(AXIS) == 1:
         raise PlanError(
             f"num_expert_chunks={Q} hides the all-to-alls of axis expert behind the experts, and "
-            f"with expert=1 there are none. Leave num_expert_chunks at 1, or give the mesh an axis "
-            f"expert."
+            f"this mesh has expert=1 ({plan.mesh}). Give the mesh an axis expert, or leave "
+            f"num_expert_chunks at 1."
         )
     rows, what = B * S, f"{B} × {S} tokens"
     if plan.experts == "capacity":
