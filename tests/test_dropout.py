@@ -32,7 +32,7 @@ from tests.context_helpers import QUICK
 from tests.helpers import BATCH_SIZE, SEQ_LEN, SMALL, batches, corpus, plan, step
 
 RATE = 0.25
-DROP = dataclasses.replace(SMALL, name="drop", num_layers=5, dropout=RATE)
+DROP = dataclasses.replace(SMALL, name="drop", num_layers=6, dropout=RATE)
 LONE = dataclasses.replace(SMALL, name="lone", num_layers=1, dropout=RATE)
 TINY = dataclasses.replace(
     DROP, name="tiny", num_layers=3, embed=6, num_heads=2, head_dim=2, mlp_hidden=8,
@@ -297,9 +297,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "data, tensor": ("data=2,tensor=2", {"num_accumulation_steps": 2}),
     "sequence, zigzag, recompute": (
         "context=2,tensor=2", {"sequence": True, "remat": "full"}),
-    "fsdp": ("fsdp=2", {"prefetch": True}),
-    "fsdp in groups": (
-        "fsdp=2", {"reshard_after_forward": False, "num_layers_per_gather": 5}),
+    "fsdp": ("fsdp=2", {"prefetch": True, "num_layers_per_gather": 2}),
     "zero2": ("data=2,fsdp=2", {"zero": 2, "num_accumulation_steps": 2}),
     "interleaved, padded": (
         "pipe=2,tensor=2",
