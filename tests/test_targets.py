@@ -152,11 +152,14 @@ def test_groups_of_an_axis_differ_only_along_what_it_lies_on():
 
 
 @pytest.mark.parametrize("text", ["v5e:2x4", "v5e:4x4", "v5p:4x4x4", "v5e:16x16"])
-def test_an_axis_over_several_dims_goes_from_neighbour_to_neighbour(text):
+def test_a_ring_over_several_dims_goes_from_neighbour_to_neighbour(text):
     target = Target.parse(text)
-    found = place({"context": target.num_devices}, target.dims, str(target))
-    steps = np.abs(np.diff(found.coordinates, axis=0)).sum(axis=1)
-    assert (steps == 1).all()
+    for axis, is_ring in (("context", True), ("pipe", True), ("fsdp", False), ("tensor", False)):
+        found = place({axis: target.num_devices}, target.dims, str(target))
+        steps = np.abs(np.diff(found.coordinates, axis=0)).sum(axis=1)
+        assert (steps == 1).all() == is_ring
+        in_order = np.indices(target.shape).reshape(len(target.shape), -1).T
+        assert np.array_equal(found.coordinates, in_order) != is_ring
 
 
 @pytest.mark.parametrize(

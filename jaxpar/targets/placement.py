@@ -3,8 +3,10 @@
 A collective over a whole dim of a torus is a ring that uses its links in both directions and
 shares them with no other axis. So axes are given whole dims first, as many as possible, inner axes
 before outer ones (they communicate most); only what is left is cut. Slices and hosts go to the
-outermost axes, the devices of one chip to the innermost that can be halved. Along an axis that
-spans several dims the order is boustrophedon, so that one position and the next are neighbours.
+outermost axes, the devices of one chip to the innermost that can be halved. Along an axis of RINGS
+that spans several dims the order is boustrophedon, so that the next device is a neighbour. Others
+stay in the order of the dims: XLA scatters in that order, and puts a permute behind each
+reduce-scatter where the mesh has another.
 
 Pure arithmetic on coordinates: no device, no JAX.
 """
@@ -23,6 +25,8 @@ from jaxpar.errors import TargetError, nearest_divisors
 
 OUTER = ("slice", "host")
 INNER = ("core", "device")
+RINGS = ("pipe", "context")
+"""Axes along which data goes from each position to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +214,7 @@ def _placement(
     coordinates = np.zeros((index.shape[1], len(names)), np.int64)
     before: dict[str, NDArray[np.int64]] = {}  # of the same axis: how many turns were made
     for (axis, part), position in zip(cuts, index, strict=True):
-        is_torus = part.dim not in (*OUTER, *INNER)
-        if is_torus:
+        if axis in RINGS and part.dim not in (*OUTER, *INNER):
             turns = before.get(axis, np.zeros_like(position))
             before[axis] = turns * part.size + position
             position = np.where(turns % 2, part.size - 1 - position, position)
