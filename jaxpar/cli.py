@@ -253,13 +253,14 @@ def table(
         bool, typer.Option("--inference", help="Training, prefill and decode side by side.")
     ] = False,
     chip: Annotated[str, typer.Option(help="Chip by which steps are timed.")] = "h100",
+    target: cli_target_options.Target = None,
     json_path: Json = None,
 ) -> None:
     """A table of closed forms; of small models' steps, compiled and audited too. Nothing is run."""
     from jaxpar.cli_table import answer
 
     check_writable(json_path)
-    shown, data = answer(zero, model or [], inference=inference, chip=chip)
+    shown, data = answer(zero, model or [], inference=inference, chip=chip, target=target)
     print_table(open_console(), shown)
     write_json(json_path, data)
     if not data.get("agrees", True):

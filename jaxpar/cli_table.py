@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -11,6 +11,14 @@ from jaxpar.model.config import preset
 from jaxpar.predict.states import zero_bytes
 from jaxpar.report.text import plain_table
 from jaxpar.report.text import size as with_unit
+
+if TYPE_CHECKING:
+    from jaxpar.hardware import Chip
+    from jaxpar.serve.comparison import Compile
+    from jaxpar.serve.estimate import Phase
+    from jaxpar.serve.on_target import There
+    from jaxpar.serve.step import ServeStep
+    from jaxpar.train import TrainStep
 
 SCHEMA = "jaxpar.table/1"
 
@@ -60,18 +68,29 @@ def in_gigabytes(num_bytes: float) -> str:
 COMPARED = ("tiny", "tiny-moe", "llama-3-8b", "mixtral-8x7b")
 """Models of the comparison: small ones, whose programs are audited, and large ones."""
 
+COMPILED_THERE = ("tiny", "tiny-moe")
+"""Models of the comparison that are compiled for a target unless others are asked for."""
+
 NUM_COMPARED = 8
 """Devices of the comparison."""
 
 
-def inference_table(models: list[str], chip_name: str) -> tuple[Table, dict[str, Any]]:
+def inference_table(
+    models: list[str], chip_name: str, target_name: str | None = None
+) -> tuple[Table, dict[str, Any]]:
     """Training, prefill and decode side by side, of these presets on 8 devices."""
+    import jax
+
     from jaxpar.hardware import chip
     from jaxpar.mesh import use_cpu_devices
     from jaxpar.serve.comparison import MOST_COMPILED, compared
 
-    configs, which = [preset(name) for name in models or COMPARED], chip(chip_name)
-    if any(config.num_parameters <= MOST_COMPILED for config in configs):
+    jax.config.update("jax_platforms", "cpu")  # an accelerator that is here stays free
+    default = COMPILED_THERE if target_name else COMPARED
+    configs, which, there = [preset(name) for name in models or default], chip(chip_name), None
+    if target_name is not None:
+        which, there = _for_target(target_name)
+    elif any(config.num_parameters <= MOST_COMPILED for config in configs):
         use_cpu_devices(NUM_COMPARED)
     table = plain_table(
         f"One step on {NUM_COMPARED} devices; times in ms on {which.name}, at the least",
@@ -81,10 +100,13 @@ def inference_table(models: list[str], chip_name: str) -> tuple[Table, dict[str,
     )
     rows, agrees = [], True
     for config in configs:
-        for row in compared(config, which, num_devices=NUM_COMPARED):
+        for row in compared(config, which, num_devices=NUM_COMPARED, there=there):
             main, found = row.shares[0], row.estimate
             part = main.wire_bytes / found.wire_bytes
             source = "closed form" if row.agrees is None else "audited"
+            if row.exposed_part is not None:
+                source += f", {row.exposed_part:.0%} of links exposed"
+            source += "".join(f"; {change}" for change in row.changes)
             table.add_row(
                 config.name if row.phase == "train" else "",
                 row.phase,
@@ -106,14 +128,38 @@ def inference_table(models: list[str], chip_name: str) -> tuple[Table, dict[str,
         "schema": SCHEMA,
         "table": "inference",
         "chip": which.name,
+        "target": target_name,
         "num_devices": NUM_COMPARED,
         "agrees": agrees,
         "rows": rows,
     }
 
 
+def _for_target(name: str) -> tuple[Chip, Compile]:
+    """The target's chip, and how steps are compiled for it; programs are kept on disk."""
+    from jaxpar.serve.on_target import serving_there, training_there
+    from jaxpar.targets import Cache, Target
+    from jaxpar.targets.cache import default_folder
+    from jaxpar.train import TrainStep
+
+    target, cache = Target.parse(name), Cache(default_folder())
+
+    def there(step: TrainStep | ServeStep, phase: Phase) -> There:
+        if isinstance(step, TrainStep):
+            return training_there(step, target, limits=None, cache=cache)
+        assert phase != "train"
+        return serving_there(step, phase, target, limits=None, cache=cache)
+
+    return target.hardware, there
+
+
 def answer(
-    zero: bool, models: list[str], *, inference: bool = False, chip: str = "h100"
+    zero: bool,
+    models: list[str],
+    *,
+    inference: bool = False,
+    chip: str = "h100",
+    target: str | None = None,
 ) -> tuple[Table, dict[str, Any]]:
     """Raises PlanError where no table was asked for, or two."""
     if zero == inference:
@@ -121,4 +167,6 @@ def answer(
             "Which table? --zero: state per device by ZeRO stage. --inference: training, prefill "
             "and decode side by side. One at a time."
         )
-    return inference_table(models, chip) if inference else zero_table(models)
+    if target is not None and not inference:
+        raise PlanError("--target compiles the steps of --inference; --zero compiles nothing.")
+    return inference_table(models, chip, target) if inference else zero_table(models)

@@ -1,14 +1,15 @@
 """Training, prefill and decode of one model side by side: what each communicates and waits for.
 
 Small models are compiled for CPU devices and audited, and the closed form has to agree; of large
-ones the closed form is all there is. Times are the lower bounds of estimate.py.
+ones the closed form is all there is, unless there is a target, for which all are compiled. Times
+are the lower bounds of estimate.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from jaxpar.serve.estimate import (
     estimate_serving,
     estimate_training,
 )
+from jaxpar.serve.on_target import There
 from jaxpar.serve.plan import Kind, ServePlan
 from jaxpar.serve.step import ServeStep
 from jaxpar.strategies.plan import Plan
@@ -53,7 +55,8 @@ class Share:
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One phase of one model. shares: most bytes first. num_tokens: of a step, all devices
-    together. agrees: whether predicted = asked = compiled; None where nothing was compiled."""
+    together. agrees: whether predicted = asked = compiled; None where nothing was compiled.
+    exposed_part: of what a target's compiler scheduled, see There; None without one."""
 
     model: str
     phase: Phase
@@ -62,6 +65,8 @@ class Row:
     shares: tuple[Share, ...]
     estimate: Estimate
     agrees: bool | None
+    exposed_part: float | None = None
+    changes: tuple[str, ...] = ()
 
     @property
     def bytes_per_megaflop(self) -> float:
@@ -92,6 +97,8 @@ class Row:
             "wire_bytes": found.wire_bytes,
             "bytes_per_megaflop": self.bytes_per_megaflop,
             "hidden_part": self.hidden_part,
+            "exposed_part": self.exposed_part,
+            "changes": list(self.changes),
             "compute_s": found.compute_s,
             "memory_s": found.memory_s,
             "link_s": found.link_s,
@@ -100,17 +107,25 @@ class Row:
         }  # fmt: skip
 
 
-def compared(config: ModelConfig, chip: Chip, *, num_devices: int = 8) -> list[Row]:
+Compile = Callable[[TrainStep | ServeStep, Phase], There]
+"""For a target."""
+
+
+def compared(
+    config: ModelConfig, chip: Chip, *, num_devices: int = 8, there: Compile | None = None
+) -> list[Row]:
     """Training, prefill and decode of `config` on as many devices; of 8, tensor=4, or with experts
     expert=4. Raises PlanError where the model does not divide."""
     is_small = config.num_parameters <= MOST_COMPILED
-    training, serving = plans(config, num_devices, is_small=is_small)
-    rows = [_train(config, training, chip, is_small)]
+    training, serving = plans(config, num_devices, is_small=is_small, on_cpu=there is None)
+    rows = [_train(config, training, chip, is_small, there)]
     kinds: tuple[Kind, ...] = ("prefill", "decode")
-    return rows + [_serve(config, serving, kind, chip, is_small) for kind in kinds]
+    return rows + [_serve(config, serving, kind, chip, is_small, there) for kind in kinds]
 
 
-def plans(config: ModelConfig, num_devices: int, *, is_small: bool) -> tuple[Plan, ServePlan]:
+def plans(
+    config: ModelConfig, num_devices: int, *, is_small: bool, on_cpu: bool = True
+) -> tuple[Plan, ServePlan]:
     """How a model is trained and served in the comparison: the same axes over the same devices,
     but for weights that training splits over the batch's axis, too."""
     outer, inner = max(1, num_devices // 4), min(4, num_devices)
@@ -119,7 +134,7 @@ def plans(config: ModelConfig, num_devices: int, *, is_small: bool) -> tuple[Pla
     else:
         trained = MeshSpec(axes={"fsdp": outer, "tensor": inner})
         served = MeshSpec(axes={"data": outer, "tensor": inner})
-    dtype: Any = "float32" if is_small else "bfloat16"  # CPUs send bfloat16 as float32
+    dtype: Any = "float32" if is_small and on_cpu else "bfloat16"  # CPUs send bfloat16 as float32
     seq_len = min(config.max_seq_len, 64 if is_small else 4096)
     training = Plan(mesh=trained, batch_size=2 * num_devices, seq_len=seq_len, compute_dtype=dtype)
     serving = ServePlan(
@@ -132,14 +147,19 @@ def plans(config: ModelConfig, num_devices: int, *, is_small: bool) -> tuple[Pla
     return training, serving
 
 
-def _train(config: ModelConfig, plan: Plan, chip: Chip, is_small: bool) -> Row:
-    rows, agrees = expected_of_training(config, plan), None
-    if is_small:
+def _train(
+    config: ModelConfig, plan: Plan, chip: Chip, is_small: bool, there: Compile | None = None
+) -> Row:
+    rows, found = expected_of_training(config, plan), _Found()
+    if is_small or there:
         import optax
 
         step = TrainStep(config=config, plan=plan, optimizer=optax.adamw(1e-3))
-        traced = step.jitted.trace(*step.abstract_inputs)
-        agrees = _agrees(rows, traced, plan.mesh)
+        if there:
+            found = _Found.there(there(step, "train"))
+        else:
+            traced = step.jitted.trace(*step.abstract_inputs)
+            found = _Found(agrees=_agrees(rows, traced, plan.mesh))
     return Row(
         model=config.name,
         phase="train",
@@ -147,16 +167,26 @@ def _train(config: ModelConfig, plan: Plan, chip: Chip, is_small: bool) -> Row:
         num_tokens=plan.batch_size * plan.seq_len,
         shares=shares(rows, plan.mesh, plan.num_microbatches),
         estimate=estimate_training(config, plan, chip),
-        agrees=agrees,
+        **vars(found),
     )
 
 
-def _serve(config: ModelConfig, plan: ServePlan, kind: Kind, chip: Chip, is_small: bool) -> Row:
-    rows, agrees = expected(config, plan, kind), None
-    if is_small:
+def _serve(
+    config: ModelConfig,
+    plan: ServePlan,
+    kind: Kind,
+    chip: Chip,
+    is_small: bool,
+    there: Compile | None = None,
+) -> Row:
+    rows, found = expected(config, plan, kind), _Found()
+    if is_small or there:
         step = ServeStep(config=config, plan=plan)
-        traced = step.jitted[kind].trace(*step.abstract_inputs(kind))
-        agrees = _agrees(rows, traced, plan.mesh)
+        if there:
+            found = _Found.there(there(step, kind))
+        else:
+            traced = step.jitted[kind].trace(*step.abstract_inputs(kind))
+            found = _Found(agrees=_agrees(rows, traced, plan.mesh))
     return Row(
         model=config.name,
         phase=kind,
@@ -164,8 +194,26 @@ def _serve(config: ModelConfig, plan: ServePlan, kind: Kind, chip: Chip, is_smal
         num_tokens=plan.num_rows(kind) * plan.row_len(kind),
         shares=shares(rows, plan.mesh, plan.num_parts(kind)),
         estimate=estimate_serving(config, plan, kind, chip),
-        agrees=agrees,
+        **vars(found),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What compiling a step has told."""
+
+    agrees: bool | None = None
+    exposed_part: float | None = None
+    changes: tuple[str, ...] = ()
+
+    @classmethod
+    def there(cls, found: There) -> _Found:
+        told = [str(change) for over in found.changes.over for change in over.changes]
+        return cls(
+            agrees=found.changes.agrees,
+            exposed_part=found.exposed_part,
+            changes=tuple(dict.fromkeys(told)),
+        )
 
 
 def _agrees(rows: list[Expected], traced: Any, mesh: MeshSpec) -> bool:

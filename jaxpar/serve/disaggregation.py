@@ -196,7 +196,7 @@ class Disaggregated(Fleet):
     def step(self) -> list[NewToken]:
         found = super().step()
         for transit in self.begin_handovers():
-            self.land(transit)
+            self.is_stuck = not self.land(transit) and self.is_stuck
         return found
 
     def _take_back(self, worker: Worker) -> None:

@@ -219,6 +219,7 @@ class Fleet(ABC):
         """As new: no request, nobody lost, every block free. Compiled programs stay."""
         for worker in self.workers:
             worker.start(admission=admission, batching=batching)
+        self.is_stuck = False  # whether the last step had nothing to do
         self.requests: list[Request] = []
         self.failed: dict[int, str] = {}
         self._answers: list[list[int]] = []
@@ -298,6 +299,7 @@ class Fleet(ABC):
     def step(self) -> list[NewToken]:
         """One program of each worker that has something to do, all at the same time."""
         begun = [(worker, self.begin(worker)) for worker in self.workers]
+        self.is_stuck = not any(one for _, one in begun)
         found: list[NewToken] = []
         for worker, one in begun:
             if one is not None:
@@ -321,6 +323,7 @@ class Fleet(ABC):
                 i = coming.pop(0)
                 numbers[i] = self.submit(given[i][1])
             self.step()
+            assert coming or not self.is_stuck or self.is_idle, "nobody can go on"
             num_steps += 1
         return [self.answer(numbers[i]) for i in range(len(given))]
 
