@@ -346,6 +346,8 @@ def _reason(
             why = ""
             if word == "missing" and _is_moved_out(n, [row for row in asked if row.kind == kind]):
                 why = ", just those of trips of a loop: it runs once, outside"
+            if kind == "collective-permute" and not any(row.kind == kind for row in asked):
+                why = ", none of them asked for: the compiler's own, beside scatters and gathers"
             parts.append(f"{n:,} elements of {kind} {word}{why}")
     return "; ".join(parts)
 

@@ -5,8 +5,7 @@ shares them with no other axis. So axes are given whole dims first, as many as p
 before outer ones (they communicate most); only what is left is cut. Slices and hosts go to the
 outermost axes, the devices of one chip to the innermost that can be halved. Along an axis of RINGS
 that spans several dims the order is boustrophedon, so that the next device is a neighbour. Others
-stay in the order of the dims: XLA scatters in that order, and puts a permute behind each
-reduce-scatter where the mesh has another.
+stay in the order of the dims, as JAX itself lays a mesh on a torus of three dims.
 
 Pure arithmetic on coordinates: no device, no JAX.
 """
