@@ -27,10 +27,15 @@ def pools():
     return one_and_two()
 
 
-def finish(pools):
-    for _ in range(2000):
-        if pools.is_idle:
-            return
+def finish(pools, given=()):
+    """Serve until all is done; their numbers, if (step, request) pairs are to come."""
+    numbers = [None] * len(given)
+    for step in range(2000):
+        for i, (when, request) in enumerate(given):
+            if when == step:
+                numbers[i] = pools.submit(request)
+        if None not in numbers and pools.is_idle:
+            return numbers
         pools.step()
     raise AssertionError("somebody never ends")
 
@@ -42,7 +47,8 @@ def finish(pools):
 def test_answers_are_those_of_one_device_and_full_pools_push_back(pools, admission):
     pools.start(admission=admission)
     given = requests(16, seed=5)
-    assert pools.run(given) == answers_alone(given)
+    answers = [pools.answer(number) for number in finish(pools, given)]
+    assert answers == answers_alone(given)
     assert pools.num_held_back > 0
     assert (pools.num_again > 0) == (admission == "preempt")
     assert all(worker.scheduler.used_blocks == 0 for worker in pools.workers)
@@ -93,6 +99,35 @@ def test_handovers_under_way_are_called_off_when_either_side_is_lost(pools):
     ]
     finish(pools)
     assert [pools.answer(number) for number in numbers] == answers_alone(given)
+
+
+def begun_handover(pools):
+    """The only request, ready and on its way."""
+    number = pools.submit(Request(prompt=(1, 2, 3), max_new_tokens=6))
+    prefill = pools.workers[0]
+    pools.finish(prefill, pools.begin(prefill))
+    (transit,) = pools.begin_handovers()
+    assert transit.target.scheduler.used_blocks > 0
+    return number, transit
+
+
+def test_one_preempted_on_its_way_stays_where_it_was(pools):
+    number, transit = begun_handover(pools)
+    transit.target.scheduler.preempt(transit.there)
+    pools._take_back(transit.target)
+    assert not pools.land(transit) and pools.num_again == 0
+    assert [s.id for worker in pools.workers for s in worker.sequences] == [number]
+    finish(pools)
+    assert [pools.answer(number)] == answers_alone([(0, pools.requests[number])])
+
+
+def test_one_whose_keys_are_lost_on_the_way_leaves_nothing_behind(pools):
+    number, transit = begun_handover(pools)
+    pools.lose("prefill 0")
+    assert not pools.land(transit)
+    assert all(worker.scheduler.used_blocks == 0 for worker in pools.of("decode"))
+    with pytest.raises(LostError, match="after 1 of at most 6 tokens: all prefill workers"):
+        pools.answer(number)
 
 
 def test_without_a_pool_requests_fail_by_name(pools):

@@ -2,17 +2,20 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+import jaxpar
 from jaxpar.cli import main
 from jaxpar.cli_table import answer
-from jaxpar.errors import PlanError
+from jaxpar.errors import PlanError, TargetError
 from jaxpar.hardware import chip
 from jaxpar.model.config import preset
-from jaxpar.serve import comparison
+from jaxpar.serve import comparison, on_target
 from jaxpar.serve.comparison import compared, plans
-from tests.serve_helpers import DENSE
+from jaxpar.targets import Target
+from tests.serve_helpers import DENSE, served
 
 
 def test_small_models_are_audited_and_an_error_is_told(monkeypatch):
@@ -65,7 +68,33 @@ def test_large_models_by_their_closed_forms():
     assert train["hidden_part"] == pytest.approx(sum(hidden) / train["wire_bytes"]) and hidden
 
 
+def test_programs_of_a_target_are_audited_with_its_chip(monkeypatch):
+    """The compiler is one of CPUs here; all around it is as for a real one."""
+    step = served("tensor=2")
+    text = step.compiled("decode").as_text()
+    asked_for = {}
+
+    def compile_module(module, **options):
+        asked_for.update(options, module=module)
+        return SimpleNamespace(text=text)
+
+    monkeypatch.setattr(on_target, "compile_module", compile_module)
+    monkeypatch.setattr(on_target, "require_compiler", lambda target: None)
+    target = Target.parse("h100:1x2")
+    found = on_target.serving_there(step, "decode", target, limits=None, cache=None)
+    assert asked_for["target"] == target and asked_for["module"].startswith(b"ML")
+    assert found.changes.agrees and found.exposed_part == 1.0, "CPUs wait for every one"
+    monkeypatch.setattr(comparison, "ServeStep", lambda **_: step)
+    row = comparison._serve(DENSE, step.plan, "decode", target.hardware, False, lambda *_: found)
+    assert (row.agrees, row.exposed_part, row.changes) == (True, 1.0, ())
+    assert on_target.There(audit=jaxpar.audit(text), changes=found.changes).exposed_part is None
+
+
 def test_one_table_at_a_time():
     for zero in (True, False):
         with pytest.raises(PlanError, match="Which table.*--inference"):
             answer(zero, [], inference=zero)
+    with pytest.raises(PlanError, match="--zero compiles nothing"):
+        answer(True, [], target="h100:1x8")
+    with pytest.raises(TargetError, match="h99"):
+        answer(False, [], inference=True, target="h99:1x8")
