@@ -355,6 +355,20 @@ def test_an_all_reduce_in_layers_between_slices_is_one():
     assert not changes(more, found).agrees
 
 
+def test_layers_with_padding_are_told_as_such():
+    asked = [_asked("all-reduce", 1, 4, axes=("data", "fsdp")), _asked("all-reduce", 1, 80)]
+    got = [
+        _compiled("all-reduce", 1, 592),
+        replace(_compiled("all-reduce", 1, 512), axes=("data",)),
+    ]
+    both, inner, outer = _changes(asked, got).over
+    assert (
+        both.reason == "1 elements of all-reduce missing: it is cut into layers, which are padded"
+    )
+    for row in (inner, outer):
+        assert row.reason.startswith("128 elements of all-reduce more: padded layers of what goes")
+
+
 def test_what_one_device_does_alone_is_counted_there():
     mine, theirs = (2, 0, 0, 0, 0, 0, 0, 0), (0, 2, 0, 0, 0, 0, 0, 0)
     asked = [_asked("all-reduce", 1, 80, loops=None, device_counts=mine)]

@@ -16,7 +16,7 @@ change in ways that are recognised here, each with what it costs on the wire:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,12 +109,29 @@ def changes(asked: Sequence[Any], audit: Audit) -> Changes:
         for axes, mine in rows.items()
     }
     layered = _layered(sums, sizes)
-    return Changes(
-        over=tuple(
-            _over(axes, want, have, rows[axes], layered.get(axes, []), sizes)
-            for axes, (want, have) in sums.items()
-        )
-    )
+    over = [
+        _over(axes, want, have, rows[axes], layered.get(axes, []), sizes)
+        for axes, (want, have) in sums.items()
+    ]
+    return Changes(over=tuple(_with_padding_told(over)))
+
+
+def _with_padding_told(over: Sequence[OverAxes]) -> Iterator[OverAxes]:
+    """Layers that do not come out to the element: small buffers are padded to whole tiles."""
+    cut = {
+        row.axes
+        for row in over
+        if len(row.axes) > 1 and not row.compiled and "all-reduce missing" in row.reason
+    }
+    for row in over:
+        inside = [axes for axes in cut if set(row.axes) < set(axes)]
+        if row.axes in cut:
+            yield replace(row, reason=f"{row.reason}: it is cut into layers, which are padded")
+        elif row.reason and inside:
+            whole = " and ".join(",".join(axes) for axes in inside)
+            yield replace(row, reason=f"{row.reason}: padded layers of what goes over {whole}")
+        else:
+            yield row
 
 
 def _axes(found: Collective) -> tuple[str, ...]:
