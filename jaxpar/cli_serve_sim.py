@@ -15,7 +15,7 @@ from jaxpar.mesh import MeshSpec, use_cpu_devices
 from jaxpar.model.config import ModelConfig, preset
 from jaxpar.model.transformer import Params, init_params
 from jaxpar.report.text import literal, plain_table, size
-from jaxpar.serve.disaggregation import Disaggregated
+from jaxpar.serve.disaggregation import Disaggregated, Sizes, size_pools
 from jaxpar.serve.measures import Spread
 from jaxpar.serve.plan import ServePlan
 from jaxpar.serve.replicas import Replicas
@@ -94,6 +94,7 @@ def answer(request: Request, progress: Callable[[str, int, int], None]) -> Answe
     fleets: dict[str, Fleet] = {}
     served: dict[str, Served] = {}
     sources: dict[str, str] = {}
+    sizes: Sizes | None = None
     for number, name in enumerate(wanted):
         progress(name, number, len(wanted))
         made = "chunked" if name == "static batches" else name
@@ -104,7 +105,9 @@ def answer(request: Request, progress: Callable[[str, int, int], None]) -> Answe
         its_clock = clock or measured(fleet)
         served[name] = simulate(fleet, trace.arrivals(), its_clock)
         sources[name] = its_clock.source
-    return _told(request, trace, plans, served, sources)
+        if name == "disaggregated":
+            sizes = _sizes(request, trace, plans, its_clock)
+    return _told(request, trace, plans, served, sources, sizes)
 
 
 def _plans(request: Request) -> dict[str, ServePlan]:
@@ -187,12 +190,27 @@ def _fleet(
     return Replicas(config, plans[name], params, num_replicas=request.num_replicas)
 
 
+def _sizes(request: Request, trace: Trace, plans: dict[str, ServePlan], clock: Clock) -> Sizes:
+    """What `size_pools` would make of as many devices, for steps with the longest block tables."""
+    prefill, decode = plans["prefill"], plans["decode"]
+    return size_pools(
+        [arrival.request for arrival in trace.arrivals()],
+        trace.requests_per_s,
+        prefill=prefill,
+        decode=decode,
+        prefill_s=clock.step_s(prefill, "prefill", prefill.blocks_per_sequence),
+        decode_s=clock.step_s(decode, "decode", decode.blocks_per_sequence),
+        num_devices=_num_devices("disaggregated", request, plans),
+    )
+
+
 def _told(
     request: Request,
     trace: Trace,
     plans: dict[str, ServePlan],
     served: dict[str, Served],
     sources: dict[str, str],
+    sizes: Sizes | None,
 ) -> Answer:
     first = next(iter(served.values()))
     wrong = {
@@ -229,6 +247,14 @@ def _told(
             "gap: from one token to the next."
         )
     )
+    if sizes is not None:
+        shown.append(
+            literal(
+                f"Pools for this load on as many devices: {sizes.num_prefill} × prefill, "
+                f"{sizes.num_decode} × decode, good for {sizes.requests_per_s:.2g} times as many "
+                f"requests."
+            )
+        )
     same = not any(wrong.values())
     told = "the same in every row" if same else f"different: {wrong}"
     num_tokens = first.measures.num_tokens
@@ -236,6 +262,7 @@ def _told(
     data = {
         "schema": SCHEMA,
         "trace": asdict(trace),
+        "pool_sizes": None if sizes is None else asdict(sizes),
         "rows": [
             {"name": name, "clock": sources[name], "num_wrong": wrong[name],
              "measures": one.measures.to_json()}

@@ -7,12 +7,13 @@ import sys
 import numpy as np
 import pytest
 
+from jaxpar import MeshSpec, Plan
 from jaxpar.cli import main
 from jaxpar.errors import JaxparError, RequestError
 from jaxpar.hardware import chip
 from jaxpar.model.config import preset
 from jaxpar.serve.closed_form import expected
-from jaxpar.serve.estimate import collective, estimate_serving
+from jaxpar.serve.estimate import collective, estimate_serving, estimate_training
 from jaxpar.serve.handover import handover_bytes
 from jaxpar.serve.measures import Level, Measures, Spread, Times
 from jaxpar.serve.plan import ServePlan
@@ -185,6 +186,12 @@ def test_estimated_steps_are_the_roofline_by_hand():
     assert decode.step_s == pytest.approx(decode.memory_s + decode.link_s)
     prefill = estimate_serving(large, served_on, "prefill", h100)
     assert prefill.flops / decode.flops == pytest.approx(64 / 8, rel=0.1)
+    trained = Plan(mesh=MeshSpec.parse("fsdp=2,tensor=4"), batch_size=16, seq_len=4096)
+    train = estimate_training(large, trained, h100)
+    state = 12 * large.num_parameters / 8  # a master copy and two moments, read and written
+    assert train.memory_bytes == pytest.approx(2 * state, rel=1e-2)
+    assert train.flops == pytest.approx(6 * matrices * 16 * 4096 / 8, rel=0.2)
+    assert train.bound == "compute" and 0 < train.hidden_s < train.link_s
     clock = estimated(large, h100)
     assert clock.step_s(plan("tensor=4", num_slots=8, max_top_k=32), "decode", 8) < decode.step_s
 
