@@ -125,7 +125,10 @@ def verdict(tour: TargetTour) -> Text:
     """One sentence: what differs from the closed form, and what could not be compiled."""
     failed = [row.strategy for row in tour.rows if row.result is None]
     differ = [row.strategy for row in tour.rows if row.result is not None and not row.agrees]
+    large = [row.strategy for row in tour.rows if row.result is not None and not row.result.fits]
     parts = []
+    if large:
+        parts.append(f"Too large for a device: {', '.join(large)}.")
     if differ:
         parts.append(f"Other elements than asked for in {', '.join(differ)}: see the notes.")
     if failed:

@@ -174,7 +174,8 @@ class TargetTour:
 
     @property
     def is_complete(self) -> bool:
-        return all(row.result is not None for row in self.rows)
+        """Whether every row was compiled, and fits into the memory of a device."""
+        return all(row.result is not None and row.result.fits for row in self.rows)
 
     @property
     def agrees(self) -> bool:
