@@ -100,10 +100,10 @@ class Transformer(nnx.Module):
         rotary = rotary_angles(position_S, self.config.head_dim, self.config.rope_theta)
         graphdef, stacked = nnx.split(layers)
 
+        num_layers = jax.tree.leaves(stacked)[0].shape[0]
         rate, numbers_BS, numbers = self.config.dropout, None, None
         if rate and batch.numbers_BS is not None:  # what has no numbers is not trained on
             numbers_BS = parallel.own_tokens(batch.numbers_BS)
-            num_layers = jax.tree.leaves(stacked)[0].shape[0]
             numbers = nnx.Variable(layer_numbers(num_layers), path=LAYER_NUMBER)
 
         def layer(x_BSD: Array, each: tuple[nnx.State, Any]) -> tuple[Array, Stats]:
@@ -114,7 +114,9 @@ class Transformer(nnx.Module):
             dropout = Dropout(rate=rate, numbers_BS=numbers_BS, layer=number[...])
             return block(x_BSD, rotary, batch, parallel, dropout)
 
-        return parallel.scan(parallel.checkpoint(layer), x_BSD, (stacked, numbers))
+        # The backward of a lone layer is next: there is nothing to keep for long, or to run again.
+        body = parallel.checkpoint(layer) if num_layers > 1 else layer
+        return parallel.scan(body, x_BSD, (stacked, numbers))
 
     def score(
         self, embedding: Embedding, x_BSD: Array, labels_BS: Array, parallel: Parallel

@@ -118,7 +118,7 @@ def executions(config: ModelConfig, plan: Plan) -> dict[Phase, int]:
     """How many layers with experts one device runs in each phase of a step."""
     runs = runs_of(plan, config, only_experts=True)
     # Selective checkpointing repeats attention alone, any other repeats the way to the experts.
-    again = runs.repeated_layers + runs.backward_layers * (plan.remat in ("dots", "full"))
+    again = runs.repeated_layers + runs.remat_layers * (plan.remat in ("dots", "full"))
     found: dict[Phase, int] = {"forward": runs.forward_layers}
     return found | ({"recompute": again} if again else {}) | {"backward": runs.backward_layers}
 

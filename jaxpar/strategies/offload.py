@@ -181,6 +181,13 @@ def check(config: ModelConfig, plan: Plan) -> None:
             f"{plan.remat!r} keeps whatever the backward uses. Set remat='full' (the input of each "
             f"layer) or 'dots' (also the results of its matmuls), or offload='optimizer'."
         )
+    if 1 in (config.num_layers - config.num_dense_layers, config.num_dense_layers):
+        raise PlanError(
+            f"{config.name}: offload={plan.offload!r} moves what layers keep until their backward, "
+            f"and one of num_layers={config.num_layers} with num_dense_layers="
+            f"{config.num_dense_layers} is alone in its stack, and its backward next. Use "
+            f"offload='optimizer'."
+        )
     if plan.size("pipe") > 1:
         raise PlanError(
             f"offload={plan.offload!r} moves what each layer keeps, and a pipeline (pipe="

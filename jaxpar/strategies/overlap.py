@@ -246,8 +246,11 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
     ]
     if repeated:
         rows.append(row("recompute", repeated, 2 * halves, "again, to compute a stage again"))
-    if again := halves * remat.repeats_enter(plan) + L * remat.repeats_leave(plan):
-        rows.append(row("recompute", backward, again, "whatever of them is done again"))
+    attentions, experts = runs.remat_layers, runs_of(plan, config, only_experts=True).remat_layers
+    again = (2 * attentions - experts) * remat.repeats_enter(plan)
+    again += attentions * remat.repeats_leave(plan)
+    if again:
+        rows.append(row("recompute", again, L, "whatever of them is done again"))
     return rows
 
 

@@ -16,14 +16,16 @@ class Runs:
 
     forwards, backwards: of all that a device holds of the model or, in a pipeline, of one chunk.
     repeats: forwards that a pipeline's backward opens with, in phase recompute.
-    num_layers: layers in each of them. What the plan's `remat` repeats of a layer is repeated
-        before each of its backwards.
+    num_layers: layers in each of them.
+    num_remat_layers: those that keep what the plan's `remat` says, and repeat the rest before each
+        of their backwards. A layer that is alone in its stack keeps all: its backward is next.
     """
 
     forwards: int
     repeats: int
     backwards: int
     num_layers: int
+    num_remat_layers: int
 
     @property
     def forward_layers(self) -> int:
@@ -36,6 +38,10 @@ class Runs:
     @property
     def backward_layers(self) -> int:
         return self.backwards * self.num_layers
+
+    @property
+    def remat_layers(self) -> int:
+        return self.backwards * self.num_remat_layers
 
     # Tokens are looked up wherever a first chunk may run.
     @property
@@ -69,7 +75,13 @@ def runs_of(plan: Plan, config: ModelConfig, *, only_experts: bool = False) -> R
         repeats = backwards
         num_layers = layers_per_chunk(num_layers, schedule.num_chunks)
     if only_experts:
-        num_layers = num_layers if config.num_experts else 0
+        stacks = [num_layers if config.num_experts else 0]
     else:
-        num_layers += config.num_dense_layers
-    return Runs(forwards=forwards, repeats=repeats, backwards=backwards, num_layers=num_layers)
+        stacks = [num_layers, config.num_dense_layers]
+    return Runs(
+        forwards=forwards,
+        repeats=repeats,
+        backwards=backwards,
+        num_layers=sum(stacks),
+        num_remat_layers=sum(stack for stack in stacks if stack > 1),
+    )

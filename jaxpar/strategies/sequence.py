@@ -108,11 +108,12 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         rows.append(row("all-gather", "recompute", again, "enter again, to compute a stage again"))
     if again_left := again + runs.repeated_embeddings:
         rows.append(row("reduce-scatter", "recompute", again_left, "leave again, likewise"))
-    if entered and remat.repeats_enter(plan):
-        rows.append(row("all-gather", "recompute", backward, "enter attention and MLP again"))
-    if left and remat.repeats_leave(plan):
-        count = runs.backward_layers * left // L
-        rows.append(row("reduce-scatter", "recompute", count, "leave attention again"))
+    of_experts = runs_of(plan, config, only_experts=True).remat_layers
+    entered_again = 2 * runs.remat_layers if plan.overlap == "none" else of_experts
+    if entered_again and remat.repeats_enter(plan):
+        rows.append(row("all-gather", "recompute", entered_again, "enter attention and MLP again"))
+    if left and runs.remat_layers and remat.repeats_leave(plan):
+        rows.append(row("reduce-scatter", "recompute", runs.remat_layers, "leave attention again"))
     return rows
 
 

@@ -161,8 +161,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         ]
         if again:
             rows.append(row("recompute", again, "leave them again, to compute a stage again"))
-        if remat.repeats_leave(plan):
-            count = runs.backward_layers
+        if (count := runs.remat_layers) and remat.repeats_leave(plan):
             rows.append(row("recompute", count, "leave attention again, to recompute the MLP"))
     rows.append(
         Expected(

@@ -145,7 +145,7 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
         layers: dict[Phase, int] = {
             "forward": runs.forward_layers,
             "backward": runs.backward_layers,
-            "recompute": runs.backward_layers,
+            "recompute": runs.remat_layers,
         }
         each = [(phase, layers[phase]) for phase in phases]
         if runs.repeated_layers and "forward" in phases:
@@ -163,7 +163,8 @@ def expected(config: ModelConfig, plan: Plan, layout: Layout) -> list[Expected]:
                 )
             )
 
-    again: tuple[Phase, ...] = ("recompute",) if remat.repeats_attention(plan) else ()
+    is_again = runs.remat_layers and remat.repeats_attention(plan)
+    again: tuple[Phase, ...] = ("recompute",) if is_again else ()
     if where.num_slices > 1:
         for heads, why in ((q_heads, "queries, output"), (sent_kv_heads, "keys, values")):
             elements = local_tokens * heads * config.head_dim
