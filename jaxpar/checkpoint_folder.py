@@ -136,7 +136,7 @@ class CheckpointFolder:
         self.wait()
         if number in self.numbers():
             raise CheckpointError(f"{self.folder(number)} is there already.")
-        self._claim()
+        self.claim()
         with self._told("saved to"):
             self._orbax.save(
                 self.folder(number),
@@ -219,8 +219,11 @@ class CheckpointFolder:
                 f"stay as they are. Make room, or give a folder that can be written."
             ) from error
 
-    def _claim(self) -> None:
-        """Ours alone from here on, with what earlier runs left behind removed."""
+    def claim(self) -> None:
+        """Ours alone from here on, with what earlier runs left behind removed; saving does it too.
+
+        Raises CheckpointError where another run saves there, and where nothing can be written.
+        """
         if self._lock is not None or jax.process_index() != 0:
             return
         import fcntl  # not on every system that JAX imports on

@@ -132,9 +132,11 @@ def explain(
     """A strategy's card, and its closed form for a model on a mesh. Nothing is run."""
     from dataclasses import asdict
 
+    from jaxpar.errors import PlanError
     from jaxpar.mesh import MeshSpec
     from jaxpar.model.config import preset
     from jaxpar.predict.volume import expected, wire_bytes_by_axes
+    from jaxpar.recipes import RECIPES
     from jaxpar.report.text import card_table, expected_table, size
     from jaxpar.strategies import compose
     from jaxpar.strategies.plan import Plan, plan_fields
@@ -153,6 +155,8 @@ def explain(
             )
         write_json(json_path, data)
         return
+    if name in RECIPES:
+        raise PlanError(f"{name} combines strategies: see `jaxpar recipe {name}`.")
     strategy, variant = compose.strategy(name)
     given = {
         "num_accumulation_steps": accumulation_steps,

@@ -96,6 +96,8 @@ def answer(request: Request, console: Console) -> Answer:
                 f"{folder} has checkpoints up to step {numbers[-1]}. Go on from there with "
                 f"--resume, or give another folder."
             )
+        if request.checkpoint:  # before minutes of training, not after them
+            checkpoints.folder.claim()
         outlets = _outlets(request, done) if processes.is_main() else []
         for outlet in outlets:
             stack.callback(outlet.close)

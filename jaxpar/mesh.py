@@ -147,7 +147,7 @@ class MeshSpec:
         """The mesh of "data=2,tensor=4" (or of `str(spec)`), slowest links first."""
         axes: dict[str, int] = {}
         for part in re.split("[,×]", text):
-            match = re.fullmatch(r"\s*(\w+)\s*=\s*([+-]?[0-9]{1,9})\s*", part)
+            match = re.fullmatch(r"\s*(\w+)\s*=\s*([+-]?[0-9]{1,30})\s*", part)
             if match is None:
                 raise MeshError(
                     f"{shown(part.strip())} in {shown(text)} is not an axis; "

@@ -171,6 +171,13 @@ def _plan(
 ) -> Plan:
     """A plan on these axes, without those of one device; PlanError where they do not fit."""
     require_whole(PlanError, "num_devices", num_devices)
+    if 0 in axes.values():
+        inner = math.prod(size for size in axes.values() if size)
+        raise PlanError(
+            f"num_devices={num_devices} are too few for "
+            f"{' × '.join(f'{axis}={size}' for axis, size in axes.items() if size > 1)}: these "
+            f"axes take {inner}. Give more devices, or smaller axes."
+        )
     if math.prod(axes.values()) != num_devices:
         told = " × ".join(f"{axis}={size}" for axis, size in axes.items())
         raise PlanError(

@@ -227,7 +227,9 @@ def plan_fields(
     given: dict[str, Any] = {}
     for assignment in assignments:
         name, _, text = assignment.partition("=")
-        if name not in known or not text:
+        if name in known and not text:
+            raise PlanError(f"{assignment!r} gives {name} no value: write {name}=…")
+        if name not in known:
             raise PlanError(
                 f"{assignment!r} sets no field of a {kind.__name__}: write name=value, such as "
                 f"{example}. {did_you_mean(name, known)}"
