@@ -145,6 +145,15 @@ def explain(
     if name in ("prefill", "decode"):
         from jaxpar import cli_explain
 
+        of_training = {
+            "--accumulation-steps": accumulation_steps,
+            "--sequence": sequence,
+            "--reduce-dtype": reduce_dtype,
+            "--remat": remat,
+        }
+        for option, value in of_training.items():
+            if value is not None:
+                raise PlanError(f"{option} is about training, and {name} is not. Leave it out.")
         parts, data = cli_explain.explain(
             name, model=model, mesh=mesh, num_slots=batch_size, max_seq_len=seq_len,
             compute_dtype=compute_dtype, other=other or (),

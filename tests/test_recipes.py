@@ -106,3 +106,12 @@ def test_the_verb(run, tmp_path):
     code, _, err = run("small", "--context", "2")
     assert code == 2 and "small has no axis whose size is --context" in err
     assert all(name in run()[1] for name in recipes.RECIPES)
+
+
+def test_explain_points_to_recipes(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxpar", "explain", "large-dense"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2 and "jaxpar recipe large-dense" in capsys.readouterr().err
+    code, _, err = run("large-dense", "--devices", "64", "--tensor", "128")
+    assert code == 2 and "num_devices=64 are too few for tensor=128: these axes take 128" in err
