@@ -20,11 +20,11 @@ from tests.helpers import plan
 
 B, S, N, K, H = 2, 48, 8, 2, 4
 
-ONE_LAYER = ModelConfig(
-    name="one-layer", num_layers=1, embed=8, num_heads=N, num_kv_heads=K, head_dim=H,
+TWO_LAYERS = ModelConfig(
+    name="two-layers", num_layers=2, embed=8, num_heads=N, num_kv_heads=K, head_dim=H,
     mlp_hidden=8, vocab=256, max_seq_len=4096,
 )  # fmt: skip
-"""Whose closed form is that of a single attention."""
+"""Whose closed form is that of two attentions; one that is alone runs nothing again."""
 
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -73,7 +73,7 @@ def context_plan(mesh: str, **fields: Any) -> Plan:
 
 def program(plan: Plan, placed_segments: np.ndarray | None = None) -> Any:
     """A function of (q, k, v, do) in placed order: one attention with its backward."""
-    context.STRATEGY.check(ONE_LAYER, plan)
+    context.STRATEGY.check(TWO_LAYERS, plan)
     attention = context.attention(plan)
     mesh = plan.mesh.build()
     spec = PartitionSpec(None, tuple(axis for axis in context.AXES if plan.size(axis) > 1))
