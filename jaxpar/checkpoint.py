@@ -16,7 +16,7 @@ an axis read the wrong way round is told, not trained on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,7 @@ from jaxpar.errors import CheckpointError, require_whole, shown
 from jaxpar.model.transformer import Params
 from jaxpar.strategies import offload, pipeline
 from jaxpar.strategies.pipeline.choice import AXIS as PIPE
-from jaxpar.strategies.pipeline.schedule import Schedule
-from jaxpar.strategies.plan import Plan
+from jaxpar.strategies.plan import plan_json
 from jaxpar.train import TrainStep
 from jaxpar.update import TrainState
 
@@ -135,26 +134,6 @@ class Checkpoints:
         if id(step) not in self._layouts:
             self._layouts[id(step)] = step, _Layout(step)
         return self._layouts[id(step)][1]
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """All fields of a plan, as JSON has them."""
-    told = {field.name: getattr(plan, field.name) for field in fields(Plan)}
-    told |= {"mesh": dict(plan.mesh.named_axes), "frozen": list(plan.frozen)}
-    if isinstance(plan.schedule, Schedule):
-        told["schedule"] = plan.schedule.name
-    return told
-
-
-def plan_in_words(plan: Plan) -> str:
-    """The mesh, whose axes are the strategies, and what is not as usual: 'fsdp=4 × tensor=2,
-    zero=1'."""
-    usual = {f.name: f.default for f in fields(Plan)} | {"mesh": None, "frozen": []}
-    told = plan_json(plan)
-    for name in ("mesh", "batch_size", "seq_len"):
-        del told[name]
-    unusual = [f"{name}={value}" for name, value in told.items() if value != usual[name]]
-    return ", ".join([str(plan.mesh), *unusual])
 
 
 # --- one state, two layouts ------------------------------------------------------------------

@@ -8,13 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
-from jaxpar.checkpoint import plan_in_words, plan_json
 from jaxpar.errors import PlanError
 from jaxpar.model.config import preset
 from jaxpar.predict.volume import expected, wire_bytes_by_axes
 from jaxpar.recipes import RECIPES, recipe
 from jaxpar.report.text import expected_table, plain_table, size
-from jaxpar.strategies.plan import Plan, plan_fields
+from jaxpar.strategies.plan import Plan, plan_fields, plan_in_words, plan_json
 
 SCHEMA = "jaxpar.recipe/1"
 

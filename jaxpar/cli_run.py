@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxpar import processes
-from jaxpar.checkpoint import Checkpoints, plan_in_words
+from jaxpar.checkpoint import Checkpoints
 from jaxpar.errors import CheckpointError, ExperimentError
 from jaxpar.experiment import Experiment, load
 from jaxpar.hardware import chip_of
@@ -26,7 +26,7 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.predict.flops import KIND, peak_flops_per_s, step_flops
 from jaxpar.recording import JsonLines, TensorBoard, line
 from jaxpar.report.text import literal
-from jaxpar.strategies.plan import plan_fields
+from jaxpar.strategies.plan import plan_fields, plan_in_words
 from jaxpar.text import Corpus
 from jaxpar.train import TrainStep
 

@@ -21,10 +21,11 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar import processes
-from jaxpar.checkpoint import Checkpoints, plan_in_words
+from jaxpar.checkpoint import Checkpoints
 from jaxpar.errors import DivergedError
 from jaxpar.experiment import Experiment
 from jaxpar.strategies import offload
+from jaxpar.strategies.plan import plan_in_words
 from jaxpar.train import Metrics, TrainStep
 from jaxpar.update import TrainState
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +28,7 @@ from jaxpar.numerics import relative_error
 from jaxpar.predict.volume import expected
 from jaxpar.reference import one_device, plain_step, reference_init
 from jaxpar.strategies import compose
-from jaxpar.strategies.pipeline.schedule import Schedule
-from jaxpar.strategies.plan import Plan
+from jaxpar.strategies.plan import Plan, plan_json
 from jaxpar.strategies.strategy import Variant
 from jaxpar.text import Batch, Corpus
 from jaxpar.train import Metrics, TrainState, TrainStep
@@ -73,14 +72,12 @@ class Row:
         return self.numbers_agree and agree(self.lines)
 
     def to_json(self) -> dict[str, Any]:
-        plan = {f.name: getattr(self.plan, f.name) for f in fields(Plan) if f.name != "mesh"}
-        plan["frozen"] = list(self.plan.frozen)
-        if isinstance(self.plan.schedule, Schedule):
-            plan["schedule"] = self.plan.schedule.name
+        plan = plan_json(self.plan)
+        mesh = plan.pop("mesh")
         return {
             "strategy": self.strategy,
             "plan": plan,
-            "mesh": dict(self.plan.mesh.named_axes),
+            "mesh": mesh,
             "agrees": self.agrees,
             "loss_error": _finite(self.loss_error),
             "gradient_norm_error": _finite(self.gradient_norm_error),

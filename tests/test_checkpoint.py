@@ -13,11 +13,12 @@ import optax
 import pytest
 
 from jaxpar import TrainStep
-from jaxpar.checkpoint import Checkpoints, _checksum, plan_in_words
+from jaxpar.checkpoint import Checkpoints, _checksum
 from jaxpar.checkpoint_folder import SCHEMA
 from jaxpar.errors import CheckpointError
 from jaxpar.numerics import first_difference, relative_error
 from jaxpar.strategies import pipeline
+from jaxpar.strategies.plan import plan_in_words
 from tests.checkpoint_helpers import ODD, PLANS, batches, experiment, losses, step
 from tests.helpers import plan
 

@@ -22,13 +22,14 @@ import pytest
 from rich.console import Console
 
 from jaxpar import cli, cli_run, recording
-from jaxpar.checkpoint import Checkpoints, plan_in_words
+from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint_folder import MARKER
 from jaxpar.errors import DivergedError, ExperimentError, JaxparError
 from jaxpar.experiment import Experiment, load
 from jaxpar.loop import Record, Watch, train
 from jaxpar.numerics import first_difference
 from jaxpar.recording import JsonLines
+from jaxpar.strategies.plan import plan_in_words
 from tests.checkpoint_helpers import ODD, experiment, losses
 
 ROOT = Path(__file__).parent.parent

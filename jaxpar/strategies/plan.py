@@ -216,6 +216,28 @@ DTYPE_BYTES = {"f32": 4, "bf16": 2, "s32": 4}
 """Bytes per element of the dtypes that appear in closed forms."""
 
 
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """All fields of a plan, as JSON has them."""
+    from jaxpar.strategies.pipeline.schedule import Schedule  # which needs a Plan
+
+    told = {field.name: getattr(plan, field.name) for field in fields(Plan)}
+    told |= {"mesh": dict(plan.mesh.named_axes), "frozen": list(plan.frozen)}
+    if isinstance(plan.schedule, Schedule):
+        told["schedule"] = plan.schedule.name
+    return told
+
+
+def plan_in_words(plan: Plan) -> str:
+    """The mesh, whose axes are the strategies, and what is not as usual: 'fsdp=4 × tensor=2,
+    zero=1'."""
+    usual = {f.name: f.default for f in fields(Plan)} | {"mesh": None, "frozen": []}
+    told = plan_json(plan)
+    for name in ("mesh", "batch_size", "seq_len"):
+        del told[name]
+    unusual = [f"{name}={value}" for name, value in told.items() if value != usual[name]]
+    return ", ".join([str(plan.mesh), *unusual])
+
+
 def plan_fields(
     assignments: Iterable[str], kind: Any = Plan, *, example: str = "num_accumulation_steps=2"
 ) -> dict[str, Any]:
