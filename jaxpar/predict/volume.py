@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from jaxpar.collectives import wire_bytes
 from jaxpar.model.config import ModelConfig
 from jaxpar.strategies import compose
-from jaxpar.strategies.plan import Plan
+from jaxpar.strategies.plan import OnMesh, Plan
 from jaxpar.strategies.strategy import Expected
 
 
@@ -25,7 +25,7 @@ def expected(config: ModelConfig, plan: Plan) -> list[Expected]:
     ]
 
 
-def wire_bytes_by_axes(rows: Iterable[Expected], plan: Plan) -> dict[tuple[str, ...], int]:
+def wire_bytes_by_axes(rows: Iterable[Expected], plan: OnMesh) -> dict[tuple[str, ...], int]:
     """Bytes each device sends per step over each set of axes, in the best ring algorithms."""
     total: dict[tuple[str, ...], int] = defaultdict(int)
     for row in rows:

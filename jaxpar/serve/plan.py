@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -13,12 +11,11 @@ from jaxpar.errors import (
     nearest_multiples,
     require_choice,
     require_whole,
-    shown,
 )
 from jaxpar.mesh import MeshSpec
 from jaxpar.model.config import ModelConfig
 from jaxpar.strategies import compose
-from jaxpar.strategies.plan import BATCH_AXES, DTYPE_BYTES, DTYPES, Plan
+from jaxpar.strategies.plan import BATCH_AXES, DTYPES, OnMesh, Plan
 
 Kind = Literal["prefill", "decode"]
 
@@ -27,11 +24,11 @@ SERVING_AXES = ("pipe", "slice", "data", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServePlan:
+class ServePlan(OnMesh):
     """How to serve on `mesh`. Raises PlanError for what no model could satisfy.
 
     Counts are of the whole mesh; what is spread over the batch axes (slice, data, expert) has an
-    equal part on each of their devices.
+    equal part on each of their devices: slots, prefill rows and blocks of its own.
 
     mesh: which axes there are, and so which strategies run (each lives on the axis of its name).
     num_slots: sequences that a decode step extends by one token each.
@@ -63,11 +60,7 @@ class ServePlan:
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mesh, MeshSpec):
-            raise PlanError(
-                f"mesh={shown(self.mesh)} ({type(self.mesh).__name__}) must be a MeshSpec, such as "
-                f"MeshSpec.parse('data=2,tensor=4')."
-            )
+        self.check_mesh()
         for axis, size in self.mesh.named_axes.items():
             if size > 1 and axis not in SERVING_AXES:
                 raise PlanError(
@@ -122,20 +115,6 @@ class ServePlan:
 
     # --- sizes -------------------------------------------------------------------------------
 
-    def size(self, axis: str) -> int:
-        """Devices along `axis`; 1 where the mesh does not have it."""
-        return self.mesh.size(axis)
-
-    def in_mesh_order(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Those of `axes` that have more than one device, slowest links first."""
-        wanted = set(axes)
-        return tuple(a for a in self.mesh.named_axes if a in wanted and self.size(a) > 1)
-
-    @property
-    def num_batch_shards(self) -> int:
-        """Parts of the batch: each has its own slots, prefill rows and blocks."""
-        return math.prod(self.size(axis) for axis in BATCH_AXES)
-
     @property
     def blocks_per_sequence(self) -> int:
         """Columns of a block table: blocks of a sequence of `max_seq_len`."""
@@ -168,10 +147,6 @@ class ServePlan:
         if kind == "decode":
             return self.num_microbatches
         return self.num_rows(kind) // self.num_batch_shards
-
-    @property
-    def compute_bytes(self) -> int:
-        return DTYPE_BYTES[DTYPES[self.compute_dtype]]
 
     # --- what training says of the same mesh -------------------------------------------------
 

@@ -36,8 +36,41 @@ DTYPES = {"float32": "f32", "bfloat16": "bf16"}
 """Dtypes a plan may name, with their HLO names."""
 
 
+class OnMesh:
+    """What plans of any kind say of their mesh; a base for dataclasses that have these fields."""
+
+    mesh: MeshSpec
+    compute_dtype: Literal["float32", "bfloat16"]
+
+    def check_mesh(self) -> None:
+        """Raise PlanError unless there is one."""
+        if not isinstance(self.mesh, MeshSpec):
+            raise PlanError(
+                f"mesh={shown(self.mesh)} ({type(self.mesh).__name__}) must be a MeshSpec, such as "
+                f"MeshSpec.parse('data=2,tensor=4')."
+            )
+
+    def size(self, axis: str) -> int:
+        """Devices along `axis`; 1 where the mesh does not have it."""
+        return self.mesh.size(axis)
+
+    def in_mesh_order(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of `axes` that have more than one device, slowest links first."""
+        wanted = set(axes)
+        return tuple(a for a in self.mesh.named_axes if a in wanted and self.size(a) > 1)
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Parts of the batch, each on devices of its own."""
+        return math.prod(self.size(axis) for axis in BATCH_AXES)
+
+    @property
+    def compute_bytes(self) -> int:
+        return DTYPE_BYTES[DTYPES[self.compute_dtype]]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(OnMesh):
     """How to train on `mesh`. Raises PlanError for what no model could satisfy.
 
     mesh: which axes there are, and so which strategies run (each lives on the axis of its name).
@@ -103,11 +136,7 @@ class Plan:
     offload: Literal["optimizer", "activations", "both"] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mesh, MeshSpec):
-            raise PlanError(
-                f"mesh={shown(self.mesh)} ({type(self.mesh).__name__}) must be a MeshSpec, such as "
-                f"MeshSpec.parse('data=2,tensor=4')."
-            )
+        self.check_mesh()
         for field in (
             "batch_size", "seq_len", "num_accumulation_steps", "num_layers_per_gather",
             "num_microbatches", "num_virtual_stages", "num_expert_chunks",
@@ -170,22 +199,9 @@ class Plan:
                 f"{', '.join(map(repr, builders.BUILDERS))}, the path of a table, or a Schedule."
             )
 
-    def size(self, axis: str) -> int:
-        """Devices along `axis`; 1 where the mesh does not have it."""
-        return self.mesh.size(axis)
-
-    def in_mesh_order(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Those of `axes` that have more than one device, slowest links first."""
-        wanted = set(axes)
-        return tuple(a for a in self.mesh.named_axes if a in wanted and self.size(a) > 1)
-
     def is_frozen(self, path: str) -> bool:
         """Whether the parameter at `path` has no gradient and no optimizer state."""
         return any(fnmatchcase(path, pattern) for pattern in self.frozen)
-
-    @property
-    def num_batch_shards(self) -> int:
-        return math.prod(self.size(axis) for axis in BATCH_AXES)
 
     @property
     def local_batch_size(self) -> int:
@@ -202,10 +218,6 @@ class Plan:
     def local_seq_len(self) -> int:
         """Tokens of each sequence on one device (S in the closed forms)."""
         return self.seq_len // (self.size("context") * self.size("ulysses"))
-
-    @property
-    def compute_bytes(self) -> int:
-        return DTYPE_BYTES[DTYPES[self.compute_dtype]]
 
     @property
     def reduce_bytes(self) -> int:
