@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from jaxpar import cli_target_options
 from jaxpar.cli_serve_options import serve_sim
@@ -19,6 +18,8 @@ from jaxpar.console import (
     open_console,
     print_table,
     progress_bar,
+    show,
+    tell,
     write,
     write_json,
 )
@@ -137,7 +138,7 @@ def explain(
     from jaxpar.model.config import preset
     from jaxpar.predict.volume import expected, wire_bytes_by_axes
     from jaxpar.recipes import RECIPES
-    from jaxpar.report.text import card_table, expected_table, size
+    from jaxpar.report.text import card_table, expected_table, wire_text
     from jaxpar.strategies import compose
     from jaxpar.strategies.plan import Plan, plan_fields
 
@@ -154,15 +155,11 @@ def explain(
         for option, value in of_training.items():
             if value is not None:
                 raise PlanError(f"{option} is about training, and {name} is not. Leave it out.")
-        parts, data = cli_explain.explain(
+        said = cli_explain.explain(
             name, model=model, mesh=mesh, num_slots=batch_size, max_seq_len=seq_len,
             compute_dtype=compute_dtype, other=other or (),
         )  # fmt: skip
-        for part in parts:
-            open_console().print(
-                part, soft_wrap=isinstance(part, str), markup=False, highlight=False
-            )
-        write_json(json_path, data)
+        tell(said, json_path)
         return
     if name in RECIPES:
         raise PlanError(f"{name} combines strategies: see `jaxpar recipe {name}`.")
@@ -192,9 +189,8 @@ def explain(
     if not active:
         console.print(f"This plan does not use {name}. Its axis: {strategy.card.axis}.")
     for whose, some in ((name, rows), ("the whole step", whole_step)):
-        wire = wire_bytes_by_axes(some, plan).items()
-        shown = "; ".join(f"{size(n)} over {','.join(axes)}" for axes, n in wire)
-        console.print(f"On the wire, {whose}: {shown or 'nothing'}.", highlight=False)
+        wire = wire_text(wire_bytes_by_axes(some, plan))
+        console.print(f"On the wire, {whose}: {wire}.", highlight=False)
     write_json(
         json_path,
         {
@@ -232,10 +228,10 @@ def recipe(
 
     check_writable(json_path)
     if name is None:
-        shown, data = cli_recipe.all_recipes()
+        said = cli_recipe.all_recipes()
     else:
         sizes = {"tensor": tensor, "pipe": pipe, "expert": expert, "context": context}
-        shown, data = cli_recipe.one_recipe(
+        said = cli_recipe.one_recipe(
             name,
             model=model,
             num_devices=devices,
@@ -244,13 +240,7 @@ def recipe(
             sizes=sizes | {"num_devices_per_node": devices_per_node},
             other=other or (),
         )
-    console = open_console()
-    for part in shown:
-        if isinstance(part, Table):
-            print_table(console, part)
-        else:
-            console.print(part, soft_wrap=True, markup=False, highlight=False)
-    write_json(json_path, data)
+    tell(said, json_path)
 
 
 @app.command()
@@ -351,15 +341,7 @@ def audit(
             options={key: value for key, value in options.items() if value is not None},
         )
     )
-    console = open_console()
-    for part in said.shown:
-        if isinstance(part, Table):
-            print_table(console, part)
-        else:
-            console.print(part, soft_wrap=True)
-    write_json(json_path, said.data)
-    if said.code:
-        raise typer.Exit(said.code)
+    tell(said, json_path)
 
 
 @app.command()
@@ -409,11 +391,7 @@ def schedule(
         )
     )
     drawn = said.svg if svg is not None else ""
-    for part in said.shown:
-        if isinstance(part, Table):
-            print_table(console, part)
-        else:
-            console.print(part, soft_wrap=True)
+    show(said.shown, console)
     for path, content in ((svg, drawn), (csv, said.csv)):
         if path is not None:
             write(path, content)

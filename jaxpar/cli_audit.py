@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar import console
 from jaxpar.audit.budget import Budget, check
 from jaxpar.audit.diff import diff
 from jaxpar.audit.grouping import GROUPINGS, by_outer_axis, grouped
@@ -31,7 +32,7 @@ MAX_SHOWN_DEVICES = 16
 
 MAX_JSON_DEVICES = 256
 
-FINE, FAILED, INCOMPLETE = 0, 1, 3
+FAILED, INCOMPLETE = 1, 3
 
 _REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 _WANTED = (
@@ -53,13 +54,8 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(kw_only=True)
-class Answer:
-    """What is printed, in order, what goes to the JSON file, and the exit code."""
-
-    shown: list[RenderableType]
-    data: dict[str, Any]
-    code: int = FINE
+class Answer(console.Answer):
+    """Of an audit, in sections."""
 
     def add(self, parts: Iterable[RenderableType]) -> None:
         """A section below what is there, after an empty line (which a table brings along)."""

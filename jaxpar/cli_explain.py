@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
-from rich.table import Table
+from rich.console import RenderableType
 
-from jaxpar.collectives import wire_bytes
+from jaxpar.console import Answer
 from jaxpar.mesh import MeshSpec
 from jaxpar.model.config import preset
-from jaxpar.report.text import card_table, expected_table, size
+from jaxpar.predict.volume import wire_bytes_by_axes
+from jaxpar.report.text import card_table, expected_table, literal, size, wire_text
 from jaxpar.serve.closed_form import CARDS, expected
 from jaxpar.serve.plan import Kind, ServePlan
 from jaxpar.strategies.plan import plan_fields
@@ -28,7 +26,7 @@ def explain(
     max_seq_len: int,
     compute_dtype: str | None,
     other: Iterable[str],
-) -> tuple[list[Table | str], dict[str, Any]]:
+) -> Answer:
     """A step's card, its closed form, and what the cache takes; and the same as JSON."""
     kind: Kind = "prefill" if name == "prefill" else "decode"
     given = plan_fields(other, ServePlan, example="num_slots=8")
@@ -39,23 +37,21 @@ def explain(
     config = preset(model)
     rows = expected(config, plan, kind)
 
-    sent: dict[tuple[str, ...], int] = defaultdict(int)
-    for row in rows:
-        group_size = math.prod(plan.size(axis) for axis in row.axes)
-        sent[row.axes] += row.count * wire_bytes(row.kind, row.payload_bytes, group_size)
-    wire = "; ".join(f"{size(n)} over {','.join(axes)}" for axes, n in sent.items())
     per_token, cache = plan.bytes_per_token(config), plan.cache_bytes(config)
-    shown: list[Table | str] = [
+    shown: list[RenderableType] = [
         card_table(CARDS[name]),
         expected_table(rows, f"{config.name} on {plan.mesh}, per step and device"),
-        f"On the wire: {wire or 'nothing'}.",
-        f"Rows of a step: {plan.num_rows(kind)} of {plan.row_len(kind)} tokens.",
-        f"The cache: {size(per_token)} for each token of a sequence; {plan.num_blocks} blocks of "
-        f"{plan.block_len} tokens, {size(cache)} on each device.",
+        literal(f"On the wire: {wire_text(wire_bytes_by_axes(rows, plan))}."),
+        literal(f"Rows of a step: {plan.num_rows(kind)} of {plan.row_len(kind)} tokens."),
+        literal(
+            f"The cache: {size(per_token)} for each token of a sequence; {plan.num_blocks} blocks "
+            f"of {plan.block_len} tokens, {size(cache)} on each device."
+        ),
     ]
-    return shown, {
+    data = {
         "card": asdict(CARDS[name]),
         "expected": [asdict(row) for row in rows],
         "cache_bytes_per_token": per_token,
         "cache_bytes": cache,
     }
+    return Answer(shown=shown, data=data)

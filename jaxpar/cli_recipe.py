@@ -6,25 +6,26 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from rich.table import Table
+from rich.console import RenderableType
 
+from jaxpar.console import Answer
 from jaxpar.errors import PlanError
 from jaxpar.model.config import preset
 from jaxpar.predict.volume import expected, wire_bytes_by_axes
 from jaxpar.recipes import RECIPES, recipe
-from jaxpar.report.text import expected_table, plain_table, size
+from jaxpar.report.text import expected_table, literal, plain_table, wire_text
 from jaxpar.strategies.plan import Plan, plan_fields, plan_in_words, plan_json
 
 SCHEMA = "jaxpar.recipe/1"
 
 
-def all_recipes() -> tuple[list[Table | str], dict[str, Any]]:
+def all_recipes() -> Answer:
     """What each is, in a sentence."""
     table = plain_table("Recipes", ["recipe"], [], ["what it is"])
     told = {name: _about(make) for name, make in RECIPES.items()}
     for name, about in told.items():
         table.add_row(name, about)
-    return [table], {"schema": SCHEMA, "recipes": told}
+    return Answer(shown=[table], data={"schema": SCHEMA, "recipes": told})
 
 
 def one_recipe(
@@ -36,7 +37,7 @@ def one_recipe(
     seq_len: int,
     sizes: dict[str, int | None],
     other: Iterable[str],
-) -> tuple[list[Table | str], dict[str, Any]]:
+) -> Answer:
     """The plan that a recipe makes, and its closed form. `sizes` are the arguments of some."""
     make, config = recipe(name), preset(model)
     given = {size: value for size, value in sizes.items() if value is not None}
@@ -56,7 +57,6 @@ def one_recipe(
     )
     rows = expected(config, plan)
     wire = wire_bytes_by_axes(rows, plan)
-    over = "; ".join(f"{size(n)} over {','.join(axes)}" for axes, n in wire.items())
     data = {
         "schema": SCHEMA,
         "recipe": name,
@@ -64,13 +64,13 @@ def one_recipe(
         "plan": plan_json(plan),
         "wire_bytes": {",".join(axes): n for axes, n in wire.items()},
     }
-    shown: list[Table | str] = [
-        f"{name}: {_about(make)}",
-        f"Plan: {plan_in_words(plan)}",
+    shown: list[RenderableType] = [
+        literal(f"{name}: {_about(make)}"),
+        literal(f"Plan: {plan_in_words(plan)}"),
         expected_table(rows, f"{config.name} on {plan.mesh}, per step and device"),
-        f"On the wire: {over or 'nothing'}.",
+        literal(f"On the wire: {wire_text(wire)}."),
     ]
-    return shown, data
+    return Answer(shown=shown, data=data)
 
 
 def _about(make: Any) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+
+from jaxpar.console import Json, check_writable, progress_bar, tell
 
 
 def serve_sim(
@@ -46,15 +46,12 @@ def serve_sim(
         list[str] | None,
         typer.Option(help="chunked, whole prompts, static batches or disaggregated; repeat."),
     ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the result as JSON to this file.")
-    ] = None,
+    json_path: Json = None,
 ) -> None:
     """A seeded trace served on virtual CPU devices and a simulated clock: TTFT, TPOT, rates."""
     import jax
 
     from jaxpar.cli_serve_sim import Request, answer
-    from jaxpar.console import check_writable, open_console, print_table, progress_bar, write_json
 
     # Tokens have to be right; how long these programs take is not looked at, unless measured.
     jax.config.update("jax_platforms", "cpu")
@@ -92,12 +89,4 @@ def serve_sim(
                 task, description=name, completed=done, total=total
             ),
         )
-    console = open_console()
-    for part in said.shown:
-        if isinstance(part, Table):
-            print_table(console, part)
-        else:
-            console.print(part, soft_wrap=True)
-    write_json(json_path, said.data)
-    if said.code:
-        raise typer.Exit(said.code)
+    tell(said, json_path)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import jax
 from rich.console import RenderableType
 
+from jaxpar.console import Answer
 from jaxpar.errors import PlanError, RequestError, require_choice, require_whole
 from jaxpar.hardware import chip
 from jaxpar.mesh import MeshSpec, use_cpu_devices
@@ -59,15 +59,6 @@ class Request:
     prefill_ms: float | None
     decode_ms: float | None
     only: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What is printed, what --json writes, and the exit code."""
-
-    shown: list[RenderableType]
-    data: dict[str, Any]
-    code: int
 
 
 def answer(request: Request, progress: Callable[[str, int, int], None]) -> Answer:

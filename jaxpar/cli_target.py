@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxpar import experiment
+from jaxpar.console import Answer
 from jaxpar.errors import TargetError, shown
 from jaxpar.mesh import MeshSpec, shipped_meshes
 from jaxpar.report.text import literal
@@ -56,15 +56,6 @@ class Request:
     @property
     def cache(self) -> Cache | None:
         return Cache(default_folder()) if self.use_cache else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What to print, the JSON, and the exit code."""
-
-    shown: Sequence[RenderableType]
-    data: dict[str, Any]
-    code: int
 
 
 def tour(request: Request, only: Sequence[str]) -> Answer:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+
+from jaxpar.console import Json, check_writable, tell
 
 Target = Annotated[
     str | None,
@@ -33,7 +34,7 @@ def tour_on_target(only: list[str] | None, json_path: Path | None, **told: Any) 
     from jaxpar import cli_target
 
     _start(json_path)
-    _tell(cli_target.tour(cli_target.Request(**told), only or ()), json_path)
+    tell(cli_target.tour(cli_target.Request(**told), only or ()), json_path)
 
 
 def compile_(
@@ -59,9 +60,7 @@ def compile_(
     memory_limit: MemoryLimit = 12.0,
     cache: UseCache = True,
     hlo: HloFolder = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the result as JSON to this file.")
-    ] = None,
+    json_path: Json = None,
 ) -> None:
     """Compile a training for hardware that need not be here, and audit what its compiler made."""
     from jaxpar import cli_target
@@ -76,27 +75,11 @@ def compile_(
         use_cache=cache,
         hlo=hlo,
     )
-    _tell(cli_target.compile_script(request, script, mesh, other or ()), json_path)
+    tell(cli_target.compile_script(request, script, mesh, other or ()), json_path)
 
 
 def _start(json_path: Path | None) -> None:
     import jax
 
-    from jaxpar.console import check_writable
-
     check_writable(json_path)
     jax.config.update("jax_platforms", "cpu")  # a device that happens to be there stays free
-
-
-def _tell(said: Any, json_path: Path | None) -> None:
-    from jaxpar.console import open_console, print_table, write_json
-
-    console = open_console()
-    for part in said.shown:
-        if isinstance(part, Table):
-            print_table(console, part)
-        else:
-            console.print(part, soft_wrap=True)
-    write_json(json_path, said.data)
-    if said.code:
-        raise typer.Exit(said.code)

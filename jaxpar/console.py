@@ -6,11 +6,13 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO, cast
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -27,6 +29,33 @@ def open_console() -> Console:
     if console.is_terminal:
         return console
     return Console(width=WIDTH_WHEN_PIPED, file=cast(TextIO, _WithoutTrailingSpace()))
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """What a verb prints, in order, what goes to its JSON file, and the exit code."""
+
+    shown: list[RenderableType]
+    data: dict[str, Any]
+    code: int = 0
+
+
+def tell(said: Answer, json_path: Path | None) -> None:
+    """Print it, write its JSON where that is asked for, and end with its exit code."""
+    show(said.shown)
+    write_json(json_path, said.data)
+    if said.code:
+        raise typer.Exit(said.code)
+
+
+def show(parts: Iterable[RenderableType], console: Console | None = None) -> None:
+    """Print what a verb answers, in order: tables, and text that is not to be wrapped."""
+    console = console or open_console()
+    for part in parts:
+        if isinstance(part, Table):
+            print_table(console, part)
+        else:
+            console.print(part, soft_wrap=True)
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -36,6 +36,12 @@ def literal(text: str, style: str = "") -> Text:
     """Text exactly as it is, whoever wrote it: no markup, no emoji, no escape sequences."""
     visible = (c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
     return Text("".join(visible), style=style)
+
+
+def wire_text(wire_bytes: Mapping[tuple[str, ...], int]) -> str:
+    """Bytes over each set of axes in a row: "1.5 GiB over fsdp; 4 B over data,tensor"."""
+    over = (f"{size(num)} over {','.join(axes)}" for axes, num in wire_bytes.items())
+    return "; ".join(over) or "nothing"
 
 
 def as_text(parts: Iterable[RenderableType]) -> str:
