@@ -145,11 +145,17 @@ def stop_requested(step: int) -> bool:
     return bool(multihost_utils.reached_preemption_sync_point(step))
 
 
-def spread(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A global array with this sharding, from one of which every process has all.
+def spread(tree: Any, shardings: Any) -> Any:
+    """Global arrays with these shardings, from arrays of which every process has all.
 
     Nobody compares what the processes have: that would be a broadcast in every step.
     """
+    if not jax.distributed.is_initialized():
+        return jax.device_put(tree, shardings)  # all arrays in one go
+    return jax.tree.map(_spread, tree, shardings)
+
+
+def _spread(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     is_global = isinstance(array, jax.Array) and not array.is_fully_addressable
     if is_global or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
@@ -159,7 +165,7 @@ def spread(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 def is_everywhere(array: jax.Array, mesh: jax.sharding.Mesh) -> bool:
     """False for what only this process has, where the mesh has devices of others."""
-    return not array.is_fully_addressable or not mesh.is_multi_process
+    return not mesh.is_multi_process or not array.is_fully_addressable
 
 
 def require_all_devices(mesh: str, num_devices: int, devices: list[jax.Device]) -> None:
