@@ -18,7 +18,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 from cattrs import Converter, ForbiddenExtraKeysError
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpar import processes
 from jaxpar.devices import devices_of, use_cpu_devices
@@ -180,6 +180,19 @@ class MeshSpec:
             raise _unknown_role(role)
         return self.axes.get(role, 1)
 
+    def over(self, devices: Sequence[Any]) -> Mesh:
+        """The mesh of exactly these devices, in its order; all axes are of type Auto."""
+        names, sizes = zip(*self.all_axes.items(), strict=True)
+        grid = np.array(devices).reshape(sizes)
+        return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+    def abstract(self) -> AbstractMesh:
+        """As `build`, for devices that are only described: what can be traced and lowered on it
+        starts none."""
+        axes = self.all_axes
+        types = (AxisType.Auto,) * len(axes)
+        return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
+
     def build(self) -> Mesh:
         """The `jax.sharding.Mesh` over the first `num_devices` devices.
 
@@ -201,9 +214,7 @@ class MeshSpec:
                 f"{len(devices)} here. {fits} try it on virtual CPU devices, "
                 f'write platform = "cpu" and no target.'
             )
-        names, sizes = zip(*self.all_axes.items(), strict=True)
-        grid = np.array(devices[: self.num_devices]).reshape(sizes)
-        return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+        return self.over(devices[: self.num_devices])
 
     def to_toml(self) -> str:
         """A mesh file that `load` reads back as an equal spec."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import jaxpar
+import jaxpar.targets.on_target
 from jaxpar.cli import main
 from jaxpar.cli_table import answer
 from jaxpar.errors import PlanError, TargetError
@@ -78,8 +79,8 @@ def test_programs_of_a_target_are_audited_with_its_chip(monkeypatch):
         asked_for.update(options, module=module)
         return SimpleNamespace(text=text)
 
-    monkeypatch.setattr(on_target, "compile_module", compile_module)
-    monkeypatch.setattr(on_target, "require_compiler", lambda target: None)
+    monkeypatch.setattr(jaxpar.targets.on_target, "compile_module", compile_module)
+    monkeypatch.setattr(jaxpar.targets.on_target, "require_compiler", lambda target: None)
     target = Target.parse("h100:1x2")
     found = on_target.serving_there(step, "decode", target, limits=None, cache=None)
     assert asked_for["target"] == target and asked_for["module"].startswith(b"ML")

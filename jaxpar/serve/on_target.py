@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
-from jaxpar import compat
 from jaxpar.audit import audit
 from jaxpar.audit.asked import asked
 from jaxpar.audit.result import Audit
@@ -15,9 +14,8 @@ from jaxpar.serve.plan import Kind
 from jaxpar.serve.step import ServeStep
 from jaxpar.targets.cache import Cache
 from jaxpar.targets.changes import Changes, changes
-from jaxpar.targets.compiler import Limits, compile_module, require_compiler
-from jaxpar.targets.on_target import compile_for
-from jaxpar.targets.placement import place
+from jaxpar.targets.compiler import Limits
+from jaxpar.targets.on_target import compile_for, compile_traced, laid_out
 from jaxpar.targets.target import Target
 from jaxpar.train import TrainStep
 
@@ -27,9 +25,7 @@ class ServeStepOnTarget(ServeStep):
 
     @cached_property
     def mesh(self) -> AbstractMesh:  # type: ignore[override]
-        axes = self.plan.mesh.all_axes
-        types = (AxisType.Auto,) * len(axes)
-        return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
+        return self.plan.mesh.abstract()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +52,10 @@ def serving_there(
     step: ServeStep, kind: Kind, target: Target, *, limits: Limits | None, cache: Cache | None
 ) -> There:
     """Of a prefill or decode step. Raises TargetError as `jaxpar.targets.compile_for` does."""
-    require_compiler(target)
-    placement = place(step.plan.mesh.named_axes, target.dims, str(target))
-    mesh = replace(step.plan.mesh, platform=target.platform, target=target.told.strip("'"))
+    placement, mesh = laid_out(step.plan.mesh, target)
     there = ServeStepOnTarget(config=step.config, plan=replace(step.plan, mesh=mesh))
     traced = there.jitted[kind].trace(*there.abstract_inputs(kind))
-    platform = "tpu" if target.platform == "tpu" else "cuda"
-    lowered = traced.lower(lowering_platforms=(platform,))
-    compiled = compile_module(
-        compat.portable_module(lowered),
-        fingerprint=compat.fingerprint(lowered),
-        target=target,
-        placement=placement,
-        limits=limits,
-        cache=cache,
-    )
+    compiled = compile_traced(traced, target, placement, limits=limits, cache=cache)
     found = audit(compiled.text, mesh=step.plan.mesh.all_axes, chip=target.hardware)
     return There(audit=found, changes=changes(asked(traced.jaxpr), found))
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxpar.audit.source import audit
 from jaxpar.errors import (
@@ -58,9 +58,7 @@ class StepOn(ServeStep):
 
     @cached_property
     def mesh(self) -> Mesh:
-        names, sizes = zip(*self.plan.mesh.all_axes.items(), strict=True)
-        grid = np.array(self.devices).reshape(sizes)
-        return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+        return self.plan.mesh.over(self.devices)
 
 
 def cut(meshes: Sequence[MeshSpec], devices: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:

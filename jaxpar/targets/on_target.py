@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from jaxpar import compat
 from jaxpar.audit import audit
 from jaxpar.audit.asked import Asked, asked
 from jaxpar.audit.result import Audit, Collective, Memory
+from jaxpar.mesh import MeshSpec
 from jaxpar.predict.volume import expected
 from jaxpar.strategies.strategy import Expected
 from jaxpar.targets.cache import Cache
@@ -38,9 +40,7 @@ class StepOnTarget(TrainStep):
 
     @cached_property
     def mesh(self) -> AbstractMesh:  # type: ignore[override]
-        axes = self.plan.mesh.all_axes
-        types = (AxisType.Auto,) * len(axes)
-        return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
+        return self.plan.mesh.abstract()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +77,25 @@ class OnTarget:
         return self.compiled.device_bytes <= self.available_bytes
 
 
-def on_target(step: TrainStep, target: Target) -> StepOnTarget:
-    """The same step, for the devices of a target. Raises PlanError for what they do not allow."""
-    mesh = replace(step.plan.mesh, platform=target.platform, target=target.told.strip("'"))
-    return StepOnTarget(
-        config=step.config,
-        plan=replace(step.plan, mesh=mesh),
-        optimizer=step.optimizer,
-        clip_norm=step.clip_norm,
+def laid_out(mesh: MeshSpec, target: Target) -> tuple[Placement, MeshSpec]:
+    """Where a mesh lies on a target, and the mesh as one of the target's devices.
+
+    Raises TargetError where it does not fit, and where the target's compiler is not installed.
+    """
+    require_compiler(target)
+    placement = place(mesh.named_axes, target.dims, str(target))
+    return placement, replace(mesh, platform=target.platform, target=target.told.strip("'"))
+
+
+def compile_traced(traced: Any, target: Target, placement: Placement, **how: Any) -> Compiled:
+    """What the target's compiler makes of a traced program; `how` is `compile_module`'s."""
+    lowered = traced.lower(lowering_platforms=(_LOWERED_FOR[target.platform],))
+    return compile_module(
+        compat.portable_module(lowered),
+        fingerprint=compat.fingerprint(lowered),
+        target=target,
+        placement=placement,
+        **how,
     )
 
 
@@ -105,21 +116,17 @@ def compile_for(
     """
     if isinstance(target, str):
         target = Target.parse(target)
-    require_compiler(target)
-    placement = place(step.plan.mesh.named_axes, target.dims, str(target))
-    step = on_target(step, target)
+    placement, mesh = laid_out(step.plan.mesh, target)
+    step = StepOnTarget(
+        config=step.config,
+        plan=replace(step.plan, mesh=mesh),
+        optimizer=step.optimizer,
+        clip_norm=step.clip_norm,
+    )
     progress("tracing", 0.0, 0)
     traced = step.jitted.trace(*step.abstract_inputs)
-    lowered = traced.lower(lowering_platforms=(_LOWERED_FOR[target.platform],))
-    compiled = compile_module(
-        compat.portable_module(lowered),
-        fingerprint=compat.fingerprint(lowered),
-        target=target,
-        placement=placement,
-        options=options,
-        limits=limits,
-        cache=cache,
-        progress=progress,
+    compiled = compile_traced(
+        traced, target, placement, options=options, limits=limits, cache=cache, progress=progress
     )
     progress("auditing", compiled.seconds, 0)
     found = audit(compiled.text, mesh=step.plan.mesh.all_axes, chip=target.hardware)
