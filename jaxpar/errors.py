@@ -162,6 +162,17 @@ def require_positive(
         )
 
 
+def require_kind(
+    error: type[JaxparError], field: str, value: Any, kind: type, example: str
+) -> None:
+    """Raise `error` unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise error(
+            f"{field}={shown(value)} ({type(value).__name__}) must be a {kind.__name__}, such as "
+            f"{example}."
+        )
+
+
 def require_choice(
     error: type[JaxparError], field: str, value: Any, choices: Iterable[str | int | None]
 ) -> None:

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar import processes
 from jaxpar.collectives import vary
 from jaxpar.compat import varying_axes
-from jaxpar.errors import PlanError, require_positive, require_whole, shown
+from jaxpar.errors import PlanError, require_kind, require_positive, require_whole, shown
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel, Stats
 from jaxpar.model.transformer import Params, abstract_model, init_params
@@ -103,11 +103,7 @@ class TrainStep:
             ("plan", Plan, "Plan(mesh=..., batch_size=..., seq_len=...)"),
             ("optimizer", optax.GradientTransformation, "optax.adamw(1e-3)"),
         ):
-            if not isinstance(value := getattr(self, field), kind):
-                raise PlanError(
-                    f"{field}={shown(value)} ({type(value).__name__}) must be a {kind.__name__}, "
-                    f"such as {example}."
-                )
+            require_kind(PlanError, field, getattr(self, field), kind, example)
         if not isinstance(self.clip_norm, float) or self.clip_norm != math.inf:
             require_positive(PlanError, "clip_norm", self.clip_norm, 1.0, "; inf never clips")
         compose.check(self.config, self.plan)
@@ -186,17 +182,7 @@ class TrainStep:
         That is how `in_layer_order` returns them, and one device has them. Raises PlanError for
         those of another model.
         """
-        want, have = (
-            {jax.tree_util.keystr(path): np.shape(p) for path, p in jax.tree.leaves_with_path(tree)}
-            for tree in (jax.eval_shape(partial(init_params, self.config, 0)), params)
-        )
-        for path in want | have:
-            if want.get(path) != have.get(path):
-                raise PlanError(
-                    f"params{path} is {shown(have.get(path, 'missing'))}, and {self.config.name} "
-                    f"has {shown(want.get(path, 'no such parameter'))} there. Give whole arrays as "
-                    f"step.in_layer_order(jax.device_get(state.params)) returns them."
-                )
+        check_params(self.config, params)
         return run_once(self._start, self.shardings, params)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -312,7 +298,7 @@ class TrainStep:
         is_placed = isinstance(tokens, Array) and tokens.sharding == shardings.tokens_BS
         if order is not None and not is_placed:
             batch = jax.tree.map(lambda array: array[:, order], batch)
-        return jax.tree.map(processes.spread, batch, shardings)
+        return processes.spread(batch, shardings)
 
     @cached_property
     def jitted(self) -> Any:
@@ -423,6 +409,22 @@ class TrainStep:
             return new_state
         own_stats = pipeline.to_stage(stats, self.config, self.plan)
         return balance_experts(self.config, state, new_state, own_stats)
+
+
+def check_params(config: ModelConfig, params: Params) -> None:
+    """Raise PlanError unless these are whole parameters of the model, [L, ..] each."""
+    want, have = (
+        {jax.tree_util.keystr(path): np.shape(p) for path, p in jax.tree.leaves_with_path(tree)}
+        for tree in (jax.eval_shape(partial(init_params, config, 0)), params)
+    )
+    for path in want | have:
+        if want.get(path) != have.get(path):
+            raise PlanError(
+                f"params{path} is {shown(have.get(path, 'missing'))}, and {config.name} has "
+                f"{shown(want.get(path, 'no such parameter'))} there. Give whole arrays, layers in "
+                f"their order, as TrainStep.in_layer_order(jax.device_get(state.params)) returns "
+                f"them."
+            )
 
 
 def run_once(make: Callable[..., Any], shardings: Any = None, *args: Any) -> Any:

@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.collectives import all_reduce, permute, vary
-from jaxpar.errors import PlanError, RequestError, shown
+from jaxpar.errors import PlanError, RequestError, require_kind, shown
 from jaxpar.model.attention import rotary_angles
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.parallel import Parallel
@@ -48,7 +48,7 @@ from jaxpar.strategies import compose, pipeline
 from jaxpar.strategies.plan import BATCH_AXES
 from jaxpar.strategies.shards import map_paths
 from jaxpar.text import Batch
-from jaxpar.train import run_once
+from jaxpar.train import check_params, run_once
 
 PIPE = pipeline.AXIS
 
@@ -72,11 +72,7 @@ class ServeStep:
             ("config", ModelConfig, "preset('tiny')"),
             ("plan", ServePlan, "ServePlan(mesh=..., num_slots=..., max_seq_len=...)"),
         ):
-            if not isinstance(value := getattr(self, field), kind):
-                raise PlanError(
-                    f"{field}={shown(value)} ({type(value).__name__}) must be a {kind.__name__}, "
-                    f"such as {example}."
-                )
+            require_kind(PlanError, field, getattr(self, field), kind, example)
         self.plan.check(self.config)
 
     # --- where things live -------------------------------------------------------------------
@@ -124,17 +120,7 @@ class ServeStep:
         Those of a trained state are `step.in_layer_order(jax.device_get(state.params))`. Matrices
         become the compute dtype. Raises PlanError for those of another model.
         """
-        want, have = (
-            {jax.tree_util.keystr(path): np.shape(p) for path, p in jax.tree.leaves_with_path(tree)}
-            for tree in (jax.eval_shape(partial(init_params, self.config, 0)), params)
-        )
-        for path in want | have:
-            if want.get(path) != have.get(path):
-                raise PlanError(
-                    f"params{path} is {shown(have.get(path, 'missing'))}, and {self.config.name} "
-                    f"has {shown(want.get(path, 'no such parameter'))} there. Give whole arrays, "
-                    f"layers in their order, as TrainStep.in_layer_order returns them."
-                )
+        check_params(self.config, params)
         return run_once(self._ready, self._sharding(self.param_specs), params)
 
     def init_cache(self) -> Cache:

@@ -14,6 +14,7 @@ from jaxpar.errors import (
     did_you_mean,
     nearest_multiples,
     require_choice,
+    require_kind,
     require_positive,
     require_whole,
     shown,
@@ -44,11 +45,8 @@ class OnMesh:
 
     def check_mesh(self) -> None:
         """Raise PlanError unless there is one."""
-        if not isinstance(self.mesh, MeshSpec):
-            raise PlanError(
-                f"mesh={shown(self.mesh)} ({type(self.mesh).__name__}) must be a MeshSpec, such as "
-                f"MeshSpec.parse('data=2,tensor=4')."
-            )
+        example = "MeshSpec.parse('data=2,tensor=4')"
+        require_kind(PlanError, "mesh", self.mesh, MeshSpec, example)
 
     def size(self, axis: str) -> int:
         """Devices along `axis`; 1 where the mesh does not have it."""
