@@ -274,10 +274,16 @@ def _reason(error: BaseException) -> str:
 
 def _unless_late(before: Callable[[Any], None], problem: Any) -> None:
     """Reads that go on after another one has failed find nobody who waits for them."""
-    if str(problem.exc_value) != "Event loop is closed":
+    code = getattr(problem.object, "cr_code", None)
+    is_read = code is not None and _is_of_orbax(code.co_filename)
+    if not is_read and str(problem.exc_value) != "Event loop is closed":
         before(problem)
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
     """Orbax logs each error, with a traceback, that it raises as well."""
-    return "orbax" not in Path(record.pathname).parts
+    return not _is_of_orbax(record.pathname)
+
+
+def _is_of_orbax(file: str) -> bool:
+    return "orbax" in Path(file).parts

@@ -84,11 +84,18 @@ def all_reduce_max(x: Array, axes: str | Sequence[str], *, scope: str) -> Array:
         return lax.pmax(lax.stop_gradient(x), axes)
 
 
-def all_gather(x: Array, axis: str, *, dim: int, scope: str) -> Array:
-    """Concatenate shards along `dim`: [.., n/N, ..] -> [.., n, ..]; transpose: reduce_scatter."""
+def all_gather(x: Array, axis: str, *, dim: int, again: bool = False, scope: str) -> Array:
+    """Concatenate shards along `dim`: [.., n/N, ..] -> [.., n, ..]; transpose: reduce_scatter.
+
+    again: it was gathered before, to be dropped and gathered a second time. Compilers keep the
+        first result instead where they find the same gather twice; one more dim makes it another.
+    """
     if not real_axes(axis):
         return x
     with jax.named_scope(scope):
+        if again:
+            whole = lax.all_gather(x[None], axis, axis=dim + 1, tiled=True)
+            return whole.reshape(whole.shape[1:])
         return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
@@ -122,8 +129,7 @@ def all_to_all(x: Array, axis: str, *, split_dim: int, concat_dim: int, scope: s
 def ring_shift(x: Array, axis: str, *, by: int = 1, again: bool = False, scope: str) -> Array:
     """Send `x` to the device `by` places further along `axis`, from the last ones to the first.
 
-    again: it was sent before, to be dropped and sent a second time. Compilers keep what arrived
-        instead where they find the same permute twice; its pairs are told in another order here.
+    again: as in `all_gather`; the pairs are told in another order here.
     """
     if not real_axes(axis):
         return x

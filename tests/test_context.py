@@ -276,8 +276,8 @@ FAULTS = {
         [(SequenceLayout, "order", lambda layout, seq_len: np.arange(seq_len, dtype=np.int32))]),
     "gathered keys kept in float32": (
         "context=2", {"context": "allgather", "compute_dtype": "bfloat16"}, {"audit"},
-        [(gather.Gather, "whole", lambda self, x: gather.all_gather(
-            x.astype("float32"), "context", dim=1, scope="gather_kv").astype(x.dtype))]),
+        [(gather.Gather, "whole", lambda self, x, **again: gather.all_gather(
+            x.astype("float32"), "context", dim=1, scope="gather_kv", **again).astype(x.dtype))]),
     "key/value heads sent to the wrong queries": (
         "context=4", {"context": "ulysses"}, {"numbers"},
         [(ulysses.jnp, "repeat", lambda x, times, axis: jax.numpy.concatenate(times * [x], axis))]),

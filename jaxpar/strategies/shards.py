@@ -62,17 +62,14 @@ class Weight:
     def gather(self, shard: Array, *, again: bool = False) -> Array:
         """[.., d/n, ..] float32 -> [.., d, ..] in compute_dtype; what is whole stays float32.
 
-        again: it was gathered before, and dropped. Compilers keep the first result instead where
-            they find the same gather twice; one more dim makes this another one.
+        again: it was gathered before, and dropped, see `all_gather`.
         """
         shard = vary(shard, self.inner_axes)
         if self.dim is None:
             return shard
-        shard, dim = shard.astype(self.gather_dtype), self.dim
-        if again:
-            shard, dim = shard[None], dim + 1
-        whole = all_gather(shard, AXIS, dim=dim, scope="gather_weight").astype(self.compute_dtype)
-        return whole.reshape(whole.shape[1:]) if again else whole
+        shard = shard.astype(self.gather_dtype)
+        whole = all_gather(shard, AXIS, dim=self.dim, again=again, scope="gather_weight")
+        return whole.astype(self.compute_dtype)
 
     def scatter(self, gradient: Array) -> Array:
         """The gradient of what `gather` returned, [.., d, ..] -> [.., d/n, ..] in reduce_dtype.

@@ -36,17 +36,9 @@ class Gather:
     reduce_dtype: Any
     keeps_gathered: bool = False
 
-    def whole(self, x_BSKH: Array) -> Array:
-        return all_gather(x_BSKH, self.layout.rank_axis, dim=1, scope="gather_kv")
-
-    def whole_again(self, x_BSKH: Array) -> Array:
-        """The same a second time. Compilers keep the first result instead where they find the same
-        gather twice; heads are flattened here, which makes it another one."""
-        B, _, K, H = x_BSKH.shape
-        flat = x_BSKH.reshape(B, -1, K * H)
-        return all_gather(flat, self.layout.rank_axis, dim=1, scope="gather_kv").reshape(
-            B, -1, K, H
-        )
+    def whole(self, x_BSKH: Array, *, again: bool = False) -> Array:
+        axis = self.layout.rank_axis
+        return all_gather(x_BSKH, axis, dim=1, again=again, scope="gather_kv")
 
     def to_owners(self, dx_BSKH: Array) -> Array:
         if self.layout.num_ranks == 1:
@@ -87,7 +79,7 @@ def _backward(gather: Gather, saved: tuple[Any, ...], do_BSNH: Array) -> tuple[A
     q_BSNH, k, v, segments_BS, o_BSNH, lse_BSN = saved
     dtype = k.dtype
     if not gather.keeps_gathered:
-        k, v = gather.whole_again(k), gather.whole_again(v)
+        k, v = (gather.whole(x, again=True) for x in (k, v))
     places = gather.places(q_BSNH, segments_BS)
     rows = Rows.of(o_BSNH, lse_BSN, do_BSNH)
     dq, dk, dv = attend_backward(q_BSNH, k, v, *places, rows)
