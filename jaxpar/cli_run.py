@@ -22,11 +22,10 @@ from jaxpar.errors import CheckpointError, ExperimentError
 from jaxpar.experiment import Experiment, load
 from jaxpar.hardware import chip_of
 from jaxpar.loop import Ended, Record, train
-from jaxpar.mesh import MeshSpec
 from jaxpar.predict.flops import KIND, peak_flops_per_s, step_flops
 from jaxpar.recording import JsonLines, TensorBoard, line
 from jaxpar.report.text import literal
-from jaxpar.strategies.plan import plan_fields, plan_in_words
+from jaxpar.strategies.plan import plan_in_words
 from jaxpar.text import Corpus
 from jaxpar.train import TrainStep
 
@@ -83,7 +82,7 @@ def answer(request: Request, console: Console) -> Answer:
         raise ExperimentError("--resume goes on from a checkpoint: give --checkpoint FOLDER too.")
     processes.initialize()
     console = console if processes.is_main() else Console(quiet=True)
-    experiment = _as_asked(load(request.script), request)
+    experiment = _experiment(request)
     step = experiment.step()
     folder = request.checkpoint or _unused(Path(f"{request.script.stem}.checkpoint"))
     with Checkpoints(folder, keep=experiment.keep_checkpoints) as checkpoints, ExitStack() as stack:
@@ -141,15 +140,11 @@ def _outlets(request: Request, done: int) -> list[JsonLines | TensorBoard]:
     return outlets
 
 
-def _as_asked(experiment: Experiment, request: Request) -> Experiment:
-    """The experiment with the options in place of what it says itself."""
-    plan = experiment.plan
-    if request.mesh is not None or request.fields:
-        mesh = MeshSpec.load(request.mesh) if request.mesh is not None else plan.mesh
-        plan = replace(plan, mesh=mesh, **plan_fields(request.fields))
+def _experiment(request: Request) -> Experiment:
+    """The script's, with the options in place of what it says itself."""
+    experiment = load(request.script).with_options(request.mesh, request.fields)
     return replace(
         experiment,
-        plan=plan,
         num_steps=request.steps or experiment.num_steps,
         corpus=Corpus.from_file(request.text) if request.text else experiment.corpus,
     )

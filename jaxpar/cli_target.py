@@ -6,7 +6,7 @@ import gzip
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -17,7 +17,6 @@ from jaxpar.console import Answer
 from jaxpar.errors import TargetError, shown
 from jaxpar.mesh import MeshSpec, shipped_meshes
 from jaxpar.report.text import literal
-from jaxpar.strategies.plan import plan_fields
 from jaxpar.targets.cache import Cache, default_folder
 from jaxpar.targets.compiler import GIB, Limits, Options
 from jaxpar.targets.on_target import StepOnTarget, compile_for
@@ -82,11 +81,7 @@ def compile_script(
     """The training step that a script's Experiment says, compiled for the target."""
     target = request.parsed()
     options = compiler_options(request.options, target)
-    loaded = experiment.load(script)
-    if mesh is not None:
-        loaded = loaded.on_mesh(MeshSpec.load(mesh))
-    if fields:
-        loaded = replace(loaded, plan=replace(loaded.plan, **plan_fields(fields)))
+    loaded = experiment.load(script).with_options(mesh, fields)
     step = StepOnTarget(
         config=loaded.config,
         plan=loaded.plan,

@@ -14,7 +14,7 @@ import hashlib
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ import optax
 from jaxpar.errors import ExperimentError, JaxparError, require_whole, shown
 from jaxpar.mesh import MeshSpec
 from jaxpar.model.config import ModelConfig
-from jaxpar.strategies.plan import Plan
+from jaxpar.strategies.plan import Plan, plan_fields
 from jaxpar.text import Batch, Corpus
 from jaxpar.train import TrainStep
 
@@ -68,6 +68,13 @@ class Experiment:
     def on_mesh(self, mesh: MeshSpec) -> Experiment:
         """The same training on another mesh: the same tokens in the same order."""
         return replace(self, plan=replace(self.plan, mesh=mesh))
+
+    def with_options(self, mesh: str | None, fields: Sequence[str]) -> Experiment:
+        """The same with what a command line says in place of its plan's: a mesh (a file, a shipped
+        name or axes; None for its own), and "field=value" of others. They are put in together: a
+        mesh may need another field. Raises MeshError and PlanError for what cannot be."""
+        given = {} if mesh is None else {"mesh": MeshSpec.load(mesh)}
+        return replace(self, plan=replace(self.plan, **given, **plan_fields(fields)))
 
     def step(self) -> TrainStep:
         """The step that is trained with; raises PlanError for what its mesh does not allow."""

@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -24,7 +25,7 @@ from rich.console import Console
 from jaxpar import cli, cli_run, recording
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint_folder import MARKER
-from jaxpar.errors import DivergedError, ExperimentError, JaxparError
+from jaxpar.errors import DivergedError, ExperimentError, JaxparError, PlanError
 from jaxpar.experiment import Experiment, load
 from jaxpar.loop import Record, Watch, train
 from jaxpar.numerics import first_difference
@@ -300,6 +301,18 @@ def test_the_order_of_the_data_does_not_depend_on_the_mesh():
         mine, theirs = one.batch(index), other.batch(index)
         assert first_difference(mine._asdict() | {"segments_BS": 0},
                                 theirs._asdict() | {"segments_BS": 0}) is None  # fmt: skip
+
+
+def test_options_of_the_plan_are_put_in_together():
+    """A mesh that needs another batch size than the plan's own, and the other way round."""
+    of = experiment("data=2")
+    assert of.with_options(None, ()) == of
+    changed = of.with_options("data=3", ["batch_size=9", "compute_dtype=bfloat16"])
+    assert str(changed.plan.mesh) == "data=3" and replace(changed, plan=of.plan) == of
+    assert (changed.plan.batch_size, changed.plan.compute_dtype) == (9, "bfloat16")
+    for alone in (("data=3", ()), (None, ["batch_size=9"])):
+        with pytest.raises(PlanError, match="does not divide into"):
+            of.with_options(*alone)
 
 
 # --- what is shown and recorded --------------------------------------------------------------
