@@ -68,7 +68,7 @@ def cells(name: str, result: OnTarget, seconds: float) -> list[str]:
     hidden = sum((fraction or 0.0) * time_s for fraction, time_s in exposed) / total if total else 0
     return [
         name,
-        str(result.step.plan.mesh),
+        str(result.plan.mesh),
         f"{compiled.seconds:.0f} s ({compiled.cpu_s:.0f} s of processor), "
         f"{compiled.peak_rss_bytes / 2**30:.1f} GiB" + (" (cached)" if compiled.from_cache else ""),
         f"{seconds:.0f} s",

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from jaxpar.hardware import Chip
     from jaxpar.serve.comparison import Compile
     from jaxpar.serve.estimate import Phase
-    from jaxpar.serve.on_target import There
     from jaxpar.serve.step import ServeStep
+    from jaxpar.targets import OnTarget
     from jaxpar.train import TrainStep
 
 SCHEMA = "jaxpar.table/1"
@@ -137,18 +137,18 @@ def inference_table(
 
 def _for_target(name: str) -> tuple[Chip, Compile]:
     """The target's chip, and how steps are compiled for it; programs are kept on disk."""
-    from jaxpar.serve.on_target import serving_there, training_there
-    from jaxpar.targets import Cache, Target
+    from jaxpar.serve.on_target import compile_serving_for
+    from jaxpar.targets import Cache, Target, compile_for
     from jaxpar.targets.cache import default_folder
     from jaxpar.train import TrainStep
 
     target, cache = Target.parse(name), Cache(default_folder())
 
-    def there(step: TrainStep | ServeStep, phase: Phase) -> There:
+    def there(step: TrainStep | ServeStep, phase: Phase) -> OnTarget:
         if isinstance(step, TrainStep):
-            return training_there(step, target, limits=None, cache=cache)
+            return compile_for(step, target, cache=cache)
         assert phase != "train"
-        return serving_there(step, phase, target, limits=None, cache=cache)
+        return compile_serving_for(step, phase, target, cache=cache)
 
     return target.hardware, there
 

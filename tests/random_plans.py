@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-import jax
 import optax
 
 from jaxpar.errors import JaxparError
 from jaxpar.mesh import MeshSpec
 from jaxpar.model.config import ModelConfig
-from jaxpar.reference import one_device, plain_step, reference_init
 from jaxpar.strategies.plan import Plan
 from jaxpar.text import Corpus
-from jaxpar.tour import Row, Trained, take_row, train
+from jaxpar.tour import References, TrainingRow, take_row
 from jaxpar.train import TrainStep
 
 Choose = Callable[[Sequence[Any]], Any]
@@ -170,7 +168,7 @@ class Judge:
         # makes a step out of the rounding of those that are nearly 0.
         self._optimizer = optax.sgd(0.3, momentum=0.9)
         self._corpus = Corpus.standard_library()
-        self._references: dict[Any, Trained] = {}
+        self._reference = References()
 
     def __call__(self, drawn: Drawn) -> Outcome:
         try:
@@ -193,23 +191,8 @@ class Judge:
             return Outcome(kind="crashed", why=f"{type(error).__name__}: {error}")
         return Outcome(kind="equal") if row.agrees else Outcome(kind="different", why=_why(row))
 
-    def _reference(self, step: TrainStep, batches: Sequence[Any]) -> Trained:
-        config, plan = step.config, step.plan
-        places = plan.experts, plan.capacity_factor, plan.drop_policy
-        key = (
-            config,
-            batches[0].tokens_BS.shape,
-            plan.packed,
-            places if config.num_experts else None,
-        )
-        if key not in self._references:
-            run = jax.jit(plain_step(config, self._optimizer, parallel=one_device(plan)))
-            state = reference_init(config, self._optimizer)
-            self._references[key] = train(state, run, batches)
-        return self._references[key]
 
-
-def _why(row: Row) -> str:
+def _why(row: TrainingRow) -> str:
     told = [
         f"{name} differs by {error:.1e}"
         for name, error in (

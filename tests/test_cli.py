@@ -20,7 +20,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.report.html import tour_page
 from jaxpar.report.text import card_table, literal, tour_table, tour_verdict
 from jaxpar.strategies import compose
-from jaxpar.tour import Row, Tour
+from jaxpar.tour import Tour, TrainingRow
 from tests.helpers import plan
 
 HLO = Path(__file__).parent / "audit" / "hlo"
@@ -284,7 +284,7 @@ def small_tour(**changes):
     amount = Amount(count=2, payload_bytes=4096, dtype="f32")
     line = Line(kind="all-reduce", axes=("data",), phase="backward", predicted=amount, asked=amount,
                 compiled=amount, wire_bytes=4096, agrees=True, note="merged")  # fmt: skip
-    row = Row(strategy="data", plan=plan("data=2"), lines=[line], loss_error=0.0,
+    row = TrainingRow(strategy="data", plan=plan("data=2"), lines=[line], loss_error=0.0,
               gradient_norm_error=0.0, parameter_error=1e-6)  # fmt: skip
     tour = Tour(seconds=1.0, model="tiny", corpus="text", num_steps=5, rows=[row])
     line = dataclasses.replace(line, **changes.pop("line", {}))

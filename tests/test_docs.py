@@ -17,7 +17,7 @@ from jaxpar.cli import main
 from jaxpar.collectives import wire_bytes
 from jaxpar.report.text import row_cells
 from jaxpar.strategies import compose
-from jaxpar.tour import Row, Tour
+from jaxpar.tour import Tour, TrainingRow
 from tests.helpers import run_program
 from tests.test_planted_faults import FAULTS
 
@@ -94,8 +94,8 @@ def _predicted(name: str) -> list[list[str]]:
     return [[str(cell) for cell in cells[2:8]] for cells in row_cells(_row(name, plan, lines))]
 
 
-def _row(name: str, plan, lines: list[Line]) -> Row:
-    return Row(
+def _row(name: str, plan, lines: list[Line]) -> TrainingRow:
+    return TrainingRow(
         strategy=name, plan=plan, lines=lines, loss_error=0.0, gradient_norm_error=0.0,
         parameter_error=0.0,
     )  # fmt: skip

@@ -3,15 +3,13 @@
 import json
 import sys
 
-import jax
 import pytest
 
 from jaxpar import cli, recipes
 from jaxpar.audit.compare import agree
 from jaxpar.errors import PlanError
 from jaxpar.model.config import preset
-from jaxpar.reference import one_device, plain_step, reference_init
-from jaxpar.tour import default_optimizer, take_row, train
+from jaxpar.tour import References, default_optimizer, take_row
 from jaxpar.train import TrainStep
 from tests.helpers import batches
 
@@ -76,10 +74,8 @@ def test_what_cannot_be_spread_is_refused(name, model, sizes, words):
 def test_a_recipe_equals_one_device(variant):
     config = preset(variant.model or "tiny")
     plan = variant.plan(batch_size=16, seq_len=16)
-    run = jax.jit(plain_step(config, default_optimizer(), parallel=one_device(plan)))
-    want = train(reference_init(config, default_optimizer()), run, batches(3))
-    explicit = TrainStep(config=config, plan=plan, optimizer=default_optimizer())
-    row = take_row(variant.name, explicit, batches(3), want)
+    step = TrainStep(config=config, plan=plan, optimizer=default_optimizer())
+    row = take_row(variant.name, step, batches(3), References()(step, batches(3)))
     assert row.numbers_agree, (row.loss_error, row.gradient_norm_error, row.parameter_error)
     assert agree(row.lines), [line for line in row.lines if not line.agrees]
 

@@ -124,7 +124,7 @@ def _on_target(name: str, available_share: float) -> OnTarget:
 
 def _tour(*results: OnTarget) -> TargetTour:
     rows = [
-        TargetRow(strategy="row", plan=it.step.plan, result=it, kinds=kinds_on_target(it))
+        TargetRow(strategy="row", plan=it.plan, result=it, kinds=kinds_on_target(it))
         for it in results
     ]
     return TargetTour(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from jaxpar.report.text import row_cells, tour_verdict
+from jaxpar.serve.closed_form import CARDS
 from jaxpar.strategies.compose import all_strategies
 from jaxpar.tour import Tour
 
@@ -23,5 +24,5 @@ def tour_page(tour: Tour) -> str:
         tour=tour,
         verdict=str(tour_verdict(tour)),
         rows=rows,
-        cards=[s.card for s in all_strategies().values()],
+        cards=[*(s.card for s in all_strategies().values()), *CARDS.values()],
     )

@@ -53,10 +53,6 @@ def as_text(parts: Iterable[RenderableType]) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
-def error(value: float) -> str:
-    return "0" if value == 0 else f"{value:.0e}"
-
-
 def triple(line: Line, field: str) -> str:
     """predicted / asked / compiled of one field; once when all three are the same."""
     amounts: list[Amount | None] = [line.predicted, line.asked, line.compiled]
@@ -88,11 +84,7 @@ def tour_table(tour: Tour) -> Table:
 
 def row_cells(row: Row) -> Iterable[Sequence[str | Text]]:
     """The lines of one strategy; its name, mesh and errors stand on the first ones."""
-    errors = [
-        f"loss {error(row.loss_error)}",
-        f"params {error(row.parameter_error)}",
-        f"norm {error(row.gradient_norm_error)}",
-    ]
+    errors = row.told()
     # One on each line, what is left on the last.
     last = len(row.lines) - 1
     shown = [*errors[:last], ", ".join(errors[last:])] if last < len(errors) else errors

@@ -29,11 +29,11 @@ from jaxpar.serve.estimate import (
     estimate_serving,
     estimate_training,
 )
-from jaxpar.serve.on_target import There
 from jaxpar.serve.plan import Kind, ServePlan
 from jaxpar.serve.step import ServeStep
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.strategy import Expected
+from jaxpar.targets.on_target import OnTarget
 from jaxpar.train import TrainStep
 
 MOST_COMPILED = 5_000_000
@@ -56,7 +56,7 @@ class Share:
 class Row:
     """One phase of one model. shares: most bytes first. num_tokens: of a step, all devices
     together. agrees: whether predicted = asked = compiled; None where nothing was compiled.
-    exposed_part: of what a target's compiler scheduled, see There; None without one."""
+    exposed_part: of what a target's compiler scheduled, see OnTarget; None without one."""
 
     model: str
     phase: Phase
@@ -107,7 +107,7 @@ class Row:
         }  # fmt: skip
 
 
-Compile = Callable[[TrainStep | ServeStep, Phase], There]
+Compile = Callable[[TrainStep | ServeStep, Phase], OnTarget]
 """For a target."""
 
 
@@ -207,7 +207,7 @@ class _Found:
     changes: tuple[str, ...] = ()
 
     @classmethod
-    def there(cls, found: There) -> _Found:
+    def there(cls, found: OnTarget) -> _Found:
         told = [str(change) for over in found.changes.over for change in over.changes]
         return cls(
             agrees=found.changes.agrees,

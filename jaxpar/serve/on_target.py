@@ -1,23 +1,19 @@
-"""A prefill, decode or training step compiled for hardware that is not here, and audited."""
+"""A prefill or decode step compiled for hardware that is not here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from jaxpar.audit import audit
-from jaxpar.audit.asked import asked
-from jaxpar.audit.result import Audit
+from jaxpar.serve.closed_form import expected
 from jaxpar.serve.plan import Kind
 from jaxpar.serve.step import ServeStep
-from jaxpar.targets.cache import Cache
-from jaxpar.targets.changes import Changes, changes
-from jaxpar.targets.compiler import Limits
-from jaxpar.targets.on_target import compile_for, compile_traced, laid_out
+from jaxpar.targets.compiler import Progress
+from jaxpar.targets.on_target import OnTarget, compile_traced, laid_out, silent
 from jaxpar.targets.target import Target
-from jaxpar.train import TrainStep
 
 
 class ServeStepOnTarget(ServeStep):
@@ -28,41 +24,19 @@ class ServeStepOnTarget(ServeStep):
         return self.plan.mesh.abstract()
 
 
-@dataclass(frozen=True, kw_only=True)
-class There:
-    """What the target's compiler made of a step: its audit, and how that differs from the asked."""
-
-    audit: Audit
-    changes: Changes
-
-    @property
-    def exposed_part(self) -> float | None:
-        """Of the time that collectives take on the target's links, how much of it the device
-        computes nothing; None where the audit cannot tell."""
-        total = exposed = 0.0
-        for row in self.audit.exposure:
-            if row.transfer_s is None or row.exposed_fraction is None:
-                return None
-            total += row.transfer_s
-            exposed += row.transfer_s * row.exposed_fraction
-        return exposed / total if total else None
-
-
-def serving_there(
-    step: ServeStep, kind: Kind, target: Target, *, limits: Limits | None, cache: Cache | None
-) -> There:
-    """Of a prefill or decode step. Raises TargetError as `jaxpar.targets.compile_for` does."""
+def compile_serving_for(
+    step: ServeStep, kind: Kind, target: Target, *, progress: Progress = silent, **how: Any
+) -> OnTarget:
+    """What `jaxpar.targets.compile_for` is for a training step; `how` are its other options."""
     placement, mesh = laid_out(step.plan.mesh, target)
     there = ServeStepOnTarget(config=step.config, plan=replace(step.plan, mesh=mesh))
-    traced = there.jitted[kind].trace(*there.abstract_inputs(kind))
-    compiled = compile_traced(traced, target, placement, limits=limits, cache=cache)
-    found = audit(compiled.text, mesh=step.plan.mesh.all_axes, chip=target.hardware)
-    return There(audit=found, changes=changes(asked(traced.jaxpr), found))
-
-
-def training_there(
-    step: TrainStep, target: Target, *, limits: Limits | None, cache: Cache | None
-) -> There:
-    """Of a training step."""
-    found = compile_for(step, target, limits=limits, cache=cache)
-    return There(audit=found.audit, changes=found.changes)
+    progress("tracing", 0.0, 0)
+    return compile_traced(
+        there.jitted[kind].trace(*there.abstract_inputs(kind)),
+        there.plan,
+        expected(there.config, there.plan, kind),
+        target,
+        placement,
+        progress=progress,
+        **how,
+    )

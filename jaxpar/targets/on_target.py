@@ -1,7 +1,8 @@
-"""A training step compiled for hardware that is not here, and what its compiler made of it."""
+"""A step compiled for hardware that is not here, and what its compiler made of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ from jaxpar.audit.asked import Asked, asked
 from jaxpar.audit.result import Audit, Collective, Memory
 from jaxpar.mesh import MeshSpec
 from jaxpar.predict.volume import expected
+from jaxpar.strategies.plan import OnMesh
 from jaxpar.strategies.strategy import Expected
 from jaxpar.targets.cache import Cache
 from jaxpar.targets.changes import Changes, changes
@@ -45,13 +47,13 @@ class StepOnTarget(TrainStep):
 
 @dataclass(frozen=True, kw_only=True)
 class OnTarget:
-    """What a compiler made of a step.
+    """What a compiler made of a step of `plan`.
 
     expected, asked: the closed form and the jaxpr's own count. audit: of the compiled program, with
     times on the target's chip. changes: how the compiled differs from the asked.
     """
 
-    step: TrainStep
+    plan: OnMesh
     target: Target
     placement: Placement
     compiled: Compiled
@@ -68,6 +70,18 @@ class OnTarget:
         return self.compiled.where.links(collective)
 
     @property
+    def exposed_part(self) -> float | None:
+        """Of the time that collectives take on the target's links, how much of it the device
+        computes nothing; None where the audit cannot tell."""
+        total = exposed = 0.0
+        for row in self.audit.exposure:
+            if row.transfer_s is None or row.exposed_fraction is None:
+                return None
+            total += row.transfer_s
+            exposed += row.transfer_s * row.exposed_fraction
+        return exposed / total if total else None
+
+    @property
     def available_bytes(self) -> int:
         """Memory of one device."""
         return self.target.hardware.hbm_bytes // self.target.devices_per_chip
@@ -75,6 +89,10 @@ class OnTarget:
     @property
     def fits(self) -> bool:
         return self.compiled.device_bytes <= self.available_bytes
+
+
+def silent(stage: str, seconds: float, rss_bytes: int) -> None:
+    """Progress that nobody is told of."""
 
 
 def laid_out(mesh: MeshSpec, target: Target) -> tuple[Placement, MeshSpec]:
@@ -87,15 +105,36 @@ def laid_out(mesh: MeshSpec, target: Target) -> tuple[Placement, MeshSpec]:
     return placement, replace(mesh, platform=target.platform, target=target.told.strip("'"))
 
 
-def compile_traced(traced: Any, target: Target, placement: Placement, **how: Any) -> Compiled:
-    """What the target's compiler makes of a traced program; `how` is `compile_module`'s."""
+def compile_traced(
+    traced: Any,
+    plan: OnMesh,
+    closed_form: Iterable[Expected],
+    target: Target,
+    placement: Placement,
+    *,
+    progress: Progress,
+    **how: Any,
+) -> OnTarget:
+    """What the target's compiler makes of a step that was traced; `how` is `compile_module`'s."""
     lowered = traced.lower(lowering_platforms=(_LOWERED_FOR[target.platform],))
-    return compile_module(
+    compiled = compile_module(
         compat.portable_module(lowered),
         fingerprint=compat.fingerprint(lowered),
         target=target,
         placement=placement,
+        progress=progress,
         **how,
+    )
+    progress("auditing", compiled.seconds, 0)
+    found = audit(compiled.text, mesh=plan.mesh.all_axes, chip=target.hardware)
+    return OnTarget(
+        plan=plan,
+        target=target,
+        placement=placement,
+        compiled=compiled,
+        expected=tuple(closed_form),
+        asked=tuple(asked(traced.jaxpr)),
+        audit=replace(found, memory=_memory(found.memory, compiled)),
     )
 
 
@@ -106,7 +145,7 @@ def compile_for(
     options: Options | None = None,
     limits: Limits | None = None,
     cache: Cache | None = None,
-    progress: Progress = lambda stage, seconds, rss_bytes: None,
+    progress: Progress = silent,
 ) -> OnTarget:
     """Compile a step for a target ("v5e:2x4", "h100:1x8") and audit it. Nothing runs.
 
@@ -124,20 +163,16 @@ def compile_for(
         clip_norm=step.clip_norm,
     )
     progress("tracing", 0.0, 0)
-    traced = step.jitted.trace(*step.abstract_inputs)
-    compiled = compile_traced(
-        traced, target, placement, options=options, limits=limits, cache=cache, progress=progress
-    )
-    progress("auditing", compiled.seconds, 0)
-    found = audit(compiled.text, mesh=step.plan.mesh.all_axes, chip=target.hardware)
-    return OnTarget(
-        step=step,
-        target=target,
-        placement=placement,
-        compiled=compiled,
-        expected=tuple(expected(step.config, step.plan)),
-        asked=tuple(asked(traced.jaxpr)),
-        audit=replace(found, memory=_memory(found.memory, compiled)),
+    return compile_traced(
+        step.jitted.trace(*step.abstract_inputs),
+        step.plan,
+        expected(step.config, step.plan),
+        target,
+        placement,
+        options=options,
+        limits=limits,
+        cache=cache,
+        progress=progress,
     )
 
 

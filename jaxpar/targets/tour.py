@@ -11,12 +11,16 @@ from jaxpar.audit.result import Collective
 from jaxpar.errors import JaxparError, OutOfDeviceMemoryError, TargetError
 from jaxpar.mesh import MeshSpec
 from jaxpar.model.config import ModelConfig, preset
-from jaxpar.strategies.plan import Plan
+from jaxpar.serve.on_target import compile_serving_for
+from jaxpar.serve.plan import ServePlan
+from jaxpar.serve.step import ServeStep
+from jaxpar.strategies.plan import OnMesh, Plan
 from jaxpar.targets.cache import Cache
 from jaxpar.targets.compiler import Limits, Options, Progress
 from jaxpar.targets.on_target import OnTarget, StepOnTarget, compile_for
 from jaxpar.targets.target import Target
 from jaxpar.tour import chosen, default_optimizer
+from jaxpar.tour.serving import ServingVariant
 
 SCHEMA = "jaxpar.target/1"
 
@@ -112,7 +116,7 @@ class TargetRow:
     """One strategy: what became of it, or why it could not be compiled."""
 
     strategy: str
-    plan: Plan
+    plan: OnMesh
     result: OnTarget | None
     error: JaxparError | None = None
     kinds: list[KindOnTarget] = field(default_factory=list)
@@ -220,19 +224,24 @@ def tour_on_target(
     rows: list[TargetRow] = []
     models = [preset(v.model) if v.model else config or preset("tiny") for v in variants]
     for i, (variant, model) in enumerate(zip(variants, models, strict=True)):
-        name, num = variant.name, len(variants)
-        plan = variant.plan(batch_size=batch_size, seq_len=seq_len)
-        plan = _stretched(replace(plan, compute_dtype="bfloat16"), target)
+        name, told = variant.name, _in_row(progress, variant.name, i, len(variants))
+        how: dict[str, Any] = {
+            "options": options,
+            "limits": limits,
+            "cache": cache,
+            "progress": told,
+        }
+        plan: OnMesh
         try:
-            step = StepOnTarget(config=model, plan=plan, optimizer=default_optimizer())
-            result = compile_for(
-                step,
-                target,
-                options=options,
-                limits=limits,
-                cache=cache,
-                progress=_in_row(progress, name, i, num),
-            )
+            if isinstance(variant, ServingVariant):
+                plan = served = _more_slots(variant.plan(), target)
+                serve_step = ServeStep(config=model, plan=served)
+                result = compile_serving_for(serve_step, variant.kind, target, **how)
+            else:
+                whole = variant.plan(batch_size=batch_size, seq_len=seq_len)
+                plan = trained = _larger_batch(whole, target)
+                step = StepOnTarget(config=model, plan=trained, optimizer=default_optimizer())
+                result = compile_for(step, target, **how)
         except JaxparError as error:
             if type(error) is TargetError:  # of the target, not of this row
                 raise
@@ -261,12 +270,28 @@ def _in_row(
     return told
 
 
-def _stretched(plan: Plan, target: Target) -> Plan:
-    """The plan on all of the target's devices: as many replicas as fit, and batches for them."""
-    axes = plan.mesh.named_axes
-    factor, rest = divmod(target.num_devices, plan.mesh.num_devices)
+def _larger_batch(plan: Plan, target: Target) -> Plan:
+    """In bfloat16 on all of the target's devices: with as many replicas as fit."""
+    mesh, factor = _stretched(plan.mesh, target)
+    batch_size = plan.batch_size * factor
+    return replace(plan, mesh=mesh, batch_size=batch_size, compute_dtype="bfloat16")
+
+
+def _more_slots(plan: ServePlan, target: Target) -> ServePlan:
+    """The same for serving: each replica has slots and blocks of its own."""
+    mesh, factor = _stretched(plan.mesh, target)
+    of_all: dict[str, Any] = {
+        name: getattr(plan, name) * factor
+        for name in ("num_slots", "num_blocks", "num_prefill_rows")
+    }
+    return replace(plan, mesh=mesh, compute_dtype="bfloat16", **of_all)
+
+
+def _stretched(mesh: MeshSpec, target: Target) -> tuple[MeshSpec, int]:
+    """The mesh on all of the target's devices, and how many times as many devices it has."""
+    axes = mesh.named_axes
+    factor, rest = divmod(target.num_devices, mesh.num_devices)
     if factor <= 1 or rest:
-        return plan
+        return mesh, 1
     more = {"data": axes.get("data", 1) * factor}
-    mesh = MeshSpec(axes={**axes, **more} if "data" in axes else {**more, **axes})
-    return replace(plan, mesh=mesh, batch_size=plan.batch_size * factor)
+    return MeshSpec(axes={**axes, **more} if "data" in axes else {**more, **axes}), factor
