@@ -121,10 +121,10 @@ class Checkpoints:
         state, checksums = layout.placed(tree)
         for (name, leaf), checksum in zip(leaves.items(), jax.device_get(checksums), strict=True):
             if int(checksum) != leaf["checksum"]:
-                raise CheckpointError(
-                    f"{where}: {name} has checksum {int(checksum)}, and was saved with "
-                    f"{shown(leaf['checksum'])}. The file is damaged; nothing was changed. Move it "
-                    f"away to go on from an earlier checkpoint."
+                raise self.folder.damaged(
+                    number,
+                    f"{name} has checksum {int(checksum)}, and was saved with "
+                    f"{shown(leaf['checksum'])}",
                 )
         data = about.get("data")
         return Restored(state=state, num_steps=number, data=data if isinstance(data, dict) else {})

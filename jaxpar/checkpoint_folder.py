@@ -109,7 +109,9 @@ class CheckpointFolder:
                 raise ValueError(f"more than {MAX_ABOUT_BYTES} bytes")
             about = json.loads(content)
         except (OSError, ValueError, RecursionError) as error:
-            raise self._damaged(number, f"its {_ABOUT}/metadata: {_reason(error)}") from None
+            raise self.damaged(
+                number, f"its {_ABOUT}/metadata cannot be read", _reason(error)
+            ) from None
         schema = about.get("schema") if isinstance(about, dict) else None
         if schema == SCHEMA:
             return dict(about)
@@ -119,7 +121,7 @@ class CheckpointFolder:
                 f"{self.folder(number)} has schema {shown(schema)}, and this version of jaxpar "
                 f"reads {SCHEMA!r}. Use the jaxpar that wrote it, or a newer one."
             )
-        raise self._damaged(number, f"its {_ABOUT}/metadata has no schema {SCHEMA!r}")
+        raise self.damaged(number, f"its {_ABOUT}/metadata has no schema {SCHEMA!r}")
 
     def folder(self, number: int) -> Path:
         return self.path / f"step_{number:08d}"
@@ -171,9 +173,25 @@ class CheckpointFolder:
             args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(abstract)})
             found = self._orbax.restore(self.folder(number), args=args)[_STATE]
         except Exception as error:  # whatever orbax, tensorstore and zarr find wrong with a file
-            raise self._damaged(number, _reason(error)) from error
+            why = _file_that_failed(error, self.folder(number)) or _reason(error)
+            raise self.damaged(number, "its arrays cannot be read", why) from error
         sys.unraisablehook = before
         return found
+
+    def damaged(self, number: int, what: str, reason: str = "") -> CheckpointError:
+        """The error that tells `what` is the matter with a checkpoint, why, and how to go on."""
+        others = ", ".join(f"step_{n:08d}" for n in self.numbers() if n != number)
+        go_on = (
+            f"Other checkpoints there: {others}; to go on from the last of these, move this one "
+            f"away."
+            if others
+            else "There is no other one to go on from: start anew, with another folder for "
+            "--checkpoint and without --resume."
+        )
+        return CheckpointError(
+            f"{self.folder(number)} is no checkpoint, or is damaged: {what}. Nothing was changed. "
+            f"{go_on}" + (f"\nReason: {reason}." if reason else "")
+        )
 
     def close(self) -> None:
         """Wait for the last save, and let others save here."""
@@ -197,14 +215,6 @@ class CheckpointFolder:
     @property
     def _name(self) -> str:
         return f"Checkpoint folder {shown(str(self.path))}"
-
-    def _damaged(self, number: int, why: str) -> CheckpointError:
-        others = ", ".join(f"step_{n:08d}" for n in self.numbers() if n != number)
-        return CheckpointError(
-            f"{self.folder(number)} is no checkpoint, or is damaged: {why}. Nothing was changed. "
-            f"Other checkpoints there: {others or 'none'}; to go on from the last of these, move "
-            f"this one away."
-        )
 
     @contextlib.contextmanager
     def _told(self, done: str) -> Iterator[None]:
@@ -270,6 +280,22 @@ def _reason(error: BaseException) -> str:
     line = next(iter(text.strip().splitlines()), "")
     line = re.sub(r" *\[source locations=.*", "", line)[:300].rstrip(". ")
     return line or type(error).__name__
+
+
+def _file_that_failed(error: BaseException, folder: Path) -> str:
+    """Of orbax's and tensorstore's pages: the file they are about, and what is the matter with it.
+
+    "" where it is about no file. They tell causes last, and folders around the file before it.
+    """
+    told = str(error)
+    for match in reversed(re.findall(re.escape(f"{folder}/") + r"([\w./-]+)", told)):
+        name = match.rstrip("./")
+        if not (folder / name).exists():
+            return f"there is no {name}"
+        if (folder / name).is_file():
+            return f"{name} is damaged, or may not be read"
+    is_of_files = re.search(f"tensorstore|zarr|{re.escape(str(folder))}", told, re.IGNORECASE)
+    return f"a file in {_STATE} is missing or damaged" if is_of_files else ""
 
 
 def _unless_late(before: Callable[[Any], None], problem: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -105,10 +107,32 @@ def test_a_damaged_file_is_told_or_does_not_matter(how, tmp_path):
                 folder.about(1)
                 assert value(folder, 1) == 7.0
             except CheckpointError as error:
-                assert "step_00000001 is no checkpoint, or is damaged" in str(error)
-                refused.append(file.name)
+                told, reason = str(error).splitlines()
+                assert "step_00000001 is no checkpoint, or is damaged: its a" in told
+                assert told.endswith("for --checkpoint and without --resume.")
+                assert re.fullmatch(r"Reason: .{,150}\.", reason)
+                assert not re.search("tensorstore|zarr|ocdbt database|error", reason, re.I)
+                refused.append((file.name, file.name in reason))
             file.write_bytes(content)
     assert len(refused) >= 3, refused  # the array, where it is, and what stands beside it
+    assert any(is_named for _, is_named in refused), refused
+
+
+def test_a_damaged_one_names_those_to_go_on_from(tmp_path):
+    with CheckpointFolder(tmp_path / "folder") as folder:
+        for number in (1, 2, 3):
+            folder.save(number, tree(number), {})
+        folder.wait()
+        shutil.rmtree(folder.folder(3) / "state" / "d")
+        with pytest.raises(CheckpointError) as caught:
+            value(folder, 3)
+    told, reason = str(caught.value).splitlines()
+    assert told.endswith(
+        "step_00000003 is no checkpoint, or is damaged: its arrays cannot be read. Nothing was "
+        "changed. Other checkpoints there: step_00000001, step_00000002; to go on from the last of "
+        "these, move this one away."
+    )
+    assert re.fullmatch(r"Reason: there is no state/d/\w+\.", reason)
 
 
 def test_the_last_ones_stay(tmp_path):
