@@ -14,12 +14,14 @@ from jaxpar import cli_target_options
 from jaxpar.cli_serve_options import serve_sim
 from jaxpar.console import (
     Json,
+    Verb,
     check_writable,
     open_console,
     print_table,
     progress_bar,
     show,
     tell,
+    typed,
     write,
     write_json,
 )
@@ -96,7 +98,7 @@ def tour(
         raise typer.Exit(FAILED)
 
 
-@app.command()
+@app.command(cls=Verb)
 def explain(
     name: Annotated[
         str,
@@ -111,8 +113,9 @@ def explain(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 64,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
-    accumulation_steps: Annotated[
-        int | None, typer.Option(help="Micro-batches per step, one after the other.")
+    num_accumulation_steps: Annotated[
+        int | None,
+        typer.Option("--accumulation-steps", help="Micro-batches per step, one after the other."),
     ] = None,
     sequence: Annotated[
         bool | None, typer.Option("--sequence", help="Sequence parallelism over axis tensor.")
@@ -147,7 +150,7 @@ def explain(
         from jaxpar import cli_explain
 
         of_training = {
-            "--accumulation-steps": accumulation_steps,
+            "--accumulation-steps": num_accumulation_steps,
             "--sequence": sequence,
             "--reduce-dtype": reduce_dtype,
             "--remat": remat,
@@ -155,17 +158,19 @@ def explain(
         for option, value in of_training.items():
             if value is not None:
                 raise PlanError(f"{option} is about training, and {name} is not. Leave it out.")
-        said = cli_explain.explain(
-            name, model=model, mesh=mesh, num_slots=batch_size, max_seq_len=seq_len,
-            compute_dtype=compute_dtype, other=other or (),
-        )  # fmt: skip
+        sizes = {"num_slots": ("--batch-size", batch_size), "max_seq_len": ("--seq-len", seq_len)}
+        with typed(sizes):
+            said = cli_explain.explain(
+                name, model=model, mesh=mesh, num_slots=batch_size, max_seq_len=seq_len,
+                compute_dtype=compute_dtype, other=other or (),
+            )  # fmt: skip
         tell(said, json_path)
         return
     if name in RECIPES:
         raise PlanError(f"{name} combines strategies: see `jaxpar recipe {name}`.")
     strategy, variant = compose.strategy(name)
     given = {
-        "num_accumulation_steps": accumulation_steps,
+        "num_accumulation_steps": num_accumulation_steps,
         "sequence": sequence,
         "compute_dtype": compute_dtype,
         "reduce_dtype": reduce_dtype,
@@ -201,15 +206,16 @@ def explain(
     )
 
 
-@app.command()
+@app.command(cls=Verb)
 def recipe(
     name: Annotated[
         str | None, typer.Argument(metavar="RECIPE", help="large-dense, moe, ...; none: list them.")
     ] = None,
     model: Model = "llama-3-8b",
-    devices: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 64,
-    devices_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Devices that share the fastest links; 8.")
+    num_devices: Annotated[int, typer.Option("--devices", min=1, help="Devices in all.")] = 64,
+    num_devices_per_node: Annotated[
+        int | None,
+        typer.Option("--devices-per-node", min=1, help="Devices that share the fastest links; 8."),
     ] = None,
     tensor: Annotated[int | None, typer.Option(min=1, help="Size of this axis.")] = None,
     pipe: Annotated[int | None, typer.Option(min=1, help="Size of this axis.")] = None,
@@ -234,10 +240,10 @@ def recipe(
         said = cli_recipe.one_recipe(
             name,
             model=model,
-            num_devices=devices,
+            num_devices=num_devices,
             batch_size=batch_size,
             seq_len=seq_len,
-            sizes=sizes | {"num_devices_per_node": devices_per_node},
+            sizes=sizes | {"num_devices_per_node": num_devices_per_node},
             other=other or (),
         )
     tell(said, json_path)
@@ -344,7 +350,7 @@ def audit(
     tell(said, json_path)
 
 
-@app.command()
+@app.command(cls=Verb)
 def schedule(
     what: Annotated[
         str,
@@ -355,9 +361,15 @@ def schedule(
             "(chunk 1), F3 B0 (one after the other).",
         ),
     ],
-    stages: Annotated[int | None, typer.Option(help="Devices along axis pipe; 4.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches per step; 8.")] = None,
-    virtual: Annotated[int | None, typer.Option(help="Chunks of layers per stage; 1.")] = None,
+    num_stages: Annotated[
+        int | None, typer.Option("--stages", help="Devices along axis pipe; 4.")
+    ] = None,
+    num_microbatches: Annotated[
+        int | None, typer.Option("--microbatches", help="Micro-batches per step; 8.")
+    ] = None,
+    num_virtual_stages: Annotated[
+        int | None, typer.Option("--virtual", help="Chunks of layers per stage; 1.")
+    ] = None,
     phased: Annotated[
         bool, typer.Option("--phased", help="A forward and then a backward in each slot.")
     ] = False,
@@ -378,9 +390,9 @@ def schedule(
     said = answer(
         Request(
             what=what,
-            stages=stages,
-            microbatches=microbatches,
-            virtual=virtual,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_virtual_stages=num_virtual_stages,
             phased=phased,
             forward=forward,
             backward=backward,
@@ -443,7 +455,7 @@ def launch(
         raise typer.Exit(result.exit_code)
 
 
-@app.command()
+@app.command(cls=Verb)
 def run(
     script: Annotated[
         Path,
@@ -461,8 +473,8 @@ def run(
             "--set", metavar="FIELD=VALUE", help="Any other field of the plan; may be repeated."
         ),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps in all, those before a restart too.")
+    num_steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Steps in all, those before a restart too.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Train on this file instead.")] = None,
     checkpoint: Annotated[
@@ -483,13 +495,13 @@ def run(
     from jaxpar.cli_run import Request, answer
     from jaxpar.processes import is_main
 
-    check_writable(metrics, json_path)
+    check_writable(metrics, json_path, folders=(checkpoint, tensorboard))
     said = answer(
         Request(
             script=script,
             mesh=mesh,
             fields=tuple(other or ()),
-            steps=steps,
+            num_steps=num_steps,
             text=text,
             checkpoint=checkpoint,
             resume=resume,
@@ -504,7 +516,7 @@ def run(
         raise typer.Exit(said.code)
 
 
-app.command("serve-sim")(serve_sim)
+app.command("serve-sim", cls=Verb)(serve_sim)
 app.command("compile")(cli_target_options.compile_)
 
 

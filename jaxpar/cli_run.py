@@ -45,7 +45,7 @@ class Request:
     script: Path
     mesh: str | None = None
     fields: tuple[str, ...] = ()
-    steps: int | None = None
+    num_steps: int | None = None
     text: Path | None = None
     checkpoint: Path | None = None
     resume: bool = False
@@ -56,7 +56,7 @@ class Request:
         """The command that goes on from what is in `folder`."""
         options: dict[str, Any] = {
             "--mesh": self.mesh,
-            "--steps": self.steps,
+            "--steps": self.num_steps,
             "--text": self.text,
             "--checkpoint": folder,
             "--metrics": self.metrics,
@@ -128,7 +128,7 @@ def answer(request: Request, console: Console) -> Answer:
                 checkpoints.save(step, ended.state, ended.num_steps, experiment.data())
                 ended = replace(ended, saved=ended.num_steps)
             checkpoints.wait()
-        return _finished(request, console, screen, checkpoints, ended, done)
+        return _finished(request, screen, checkpoints, ended, done, experiment.num_steps)
 
 
 def _outlets(request: Request, done: int) -> list[JsonLines | TensorBoard]:
@@ -145,7 +145,7 @@ def _experiment(request: Request) -> Experiment:
     experiment = load(request.script).with_options(request.mesh, request.fields)
     return replace(
         experiment,
-        num_steps=request.steps or experiment.num_steps,
+        num_steps=request.num_steps or experiment.num_steps,
         corpus=Corpus.from_file(request.text) if request.text else experiment.corpus,
     )
 
@@ -301,17 +301,17 @@ class Screen:
 
 def _finished(
     request: Request,
-    console: Console,
     screen: Screen,
     checkpoints: Checkpoints,
     ended: Ended,
     done: int,
+    num_steps: int,
 ) -> Answer:
     saved = None if ended.saved is None else checkpoints.folder.folder(ended.saved)
     name = signal.Signals(ended.signal).name if ended.signal else None
     speed = screen.tokens_per_s()
     if ended.num_steps == done:
-        screen.say(f"Nothing to do: step {done} was the last one. More with --steps.")
+        screen.say(_nothing_to_do(request, num_steps, done))
     else:
         told = f"{screen.losses[0]:.4f} → {screen.losses[-1]:.4f}"
         rate = f", {speed:,.0f} tokens/s without the first step" if speed else ""
@@ -333,3 +333,17 @@ def _finished(
         "checkpoint": None if saved is None else str(saved),
     }
     return Answer(data=data, code=128 + ended.signal if ended.signal else 0)
+
+
+def _nothing_to_do(request: Request, num_steps: int, done: int) -> str:
+    if done == num_steps:
+        return f"Nothing to do: step {done} was the last one. More with --steps."
+    asked = (
+        f"--steps {num_steps}"
+        if request.num_steps
+        else f"num_steps={num_steps} of {request.script}"
+    )
+    return (
+        f"Nothing to do: the checkpoint is of step {done}, and {asked} counts all steps, those "
+        f"before a restart too. For {num_steps} more: --steps {done + num_steps}."
+    )

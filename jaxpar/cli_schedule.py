@@ -28,7 +28,7 @@ from jaxpar.strategies.pipeline.tables import read_csv, to_csv
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
+DEFAULTS = {"num_stages": 4, "num_microbatches": 8, "num_virtual_stages": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class Request:
     """The options of one `jaxpar schedule`; None where they were not given."""
 
     what: str
-    stages: int | None = None
-    microbatches: int | None = None
-    virtual: int | None = None
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    num_virtual_stages: int | None = None
     phased: bool = False
     forward: float = 1.0
     backward: float | None = None
@@ -97,15 +97,14 @@ def _times(request: Request) -> Times:
 
 
 def _schedule(request: Request) -> Schedule:
+    sizes = {field: getattr(request, field) for field in DEFAULTS}
     if request.what in BUILDERS:
         return build(
             request.what,
-            num_stages=DEFAULT_STAGES if request.stages is None else request.stages,
-            num_microbatches=(
-                DEFAULT_MICROBATCHES if request.microbatches is None else request.microbatches
-            ),
-            num_virtual_stages=1 if request.virtual is None else request.virtual,
             phased=request.phased,
+            **{
+                field: DEFAULTS[field] if given is None else given for field, given in sizes.items()
+            },
         )
     path = Path(request.what)
     if path.suffix.lower() != ".csv":
@@ -118,12 +117,7 @@ def _schedule(request: Request) -> Schedule:
             f"--phased chooses a form of a published schedule, and {path} is a table already. Put "
             "a forward and a backward into its cells instead: F3 B0."
         )
-    return read_csv(
-        path,
-        num_stages=request.stages,
-        num_microbatches=request.microbatches,
-        num_virtual_stages=request.virtual,
-    )
+    return read_csv(path, **sizes)
 
 
 def _data(

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO, cast
@@ -15,13 +16,50 @@ import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from typer.core import TyperCommand
 
-from jaxpar.errors import JaxparError
+from jaxpar.errors import JaxparError, shown
 
 WIDTH_WHEN_PIPED = 160
 """Columns of what goes to a file, where there is no terminal to ask."""
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file.")]
+
+
+class Verb(TyperCommand):
+    """A verb whose errors name the options that were typed: `--steps`, and not `num_steps`.
+
+    Its function's parameters are called like the fields that they fill, and its options may be
+    called otherwise.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        options = {parameter.name: max(parameter.opts, key=len) for parameter in self.params}
+        renamed = {
+            field: (option, ctx.params[field])
+            for field, option in options.items()
+            if field in ctx.params and option.lstrip("-").replace("-", "_") != field
+        }
+        with typed(renamed):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def typed(options: Mapping[str, tuple[str, Any]]) -> Iterator[None]:
+    """By field, which option it was filled with and by what value: so are they told in errors.
+
+    Only where an error gives the field this value. Of a script, a mesh file or another option it
+    may have another, and there its own name is right.
+    """
+    try:
+        yield
+    except JaxparError as error:
+        text = str(error)
+        for field, (option, value) in options.items():
+            if re.search(rf"\b{re.escape(f'{field}={shown(value)}')}(?!\.?\w)", text):
+                text = re.sub(rf"(?<![\w./'\"]){field}(?![\w/'\"]|\.\w)", option, text)
+        error.args = (text,)
+        raise
 
 
 def open_console() -> Console:
@@ -84,18 +122,31 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Before minutes of work, not after it."""
-    for path in paths:
+def check_writable(*files: Path | None, folders: Iterable[Path | None] = ()) -> None:
+    """Before minutes of work, not after it. Of `folders` each may be there or not.
+
+    What they are in has to be there: a path with a slip of the pen would make a place that nobody
+    looks into.
+    """
+    for path, is_folder in (*((f, False) for f in files), *((f, True) for f in folders)):
         if path is None:
             continue
         try:
-            if path.is_dir() or not path.resolve().parent.is_dir():
-                raise JaxparError(f"Cannot write {path}: no such folder, or a folder itself.")
-            if not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
-                raise JaxparError(f"Cannot write {path}: permission denied.")
+            problem = _why_not_writable(path, is_folder)
         except OSError as error:  # such as a name that is too long
-            raise JaxparError(f"Cannot write {path}: {error.strerror}.") from None
+            problem = error.strerror
+        if problem:
+            raise JaxparError(f"Cannot write {path}: {problem}.")
+
+
+def _why_not_writable(path: Path, is_folder: bool) -> str | None:
+    parent = path.resolve().parent
+    if not parent.is_dir():
+        return f"no such folder as {parent}; make it first"
+    if path.exists() and path.is_dir() != is_folder:
+        return "it is a file, and has to be a folder" if is_folder else "it is a folder"
+    may = os.access(path if path.exists() else parent, os.W_OK)
+    return None if may else "permission denied"
 
 
 def write(path: Path, content: str) -> None:

@@ -73,8 +73,8 @@ class Experiment:
         """The same with what a command line says in place of its plan's: a mesh (a file, a shipped
         name or axes; None for its own), and "field=value" of others. They are put in together: a
         mesh may need another field. Raises MeshError and PlanError for what cannot be."""
-        given = {} if mesh is None else {"mesh": MeshSpec.load(mesh)}
-        return replace(self, plan=replace(self.plan, **given, **plan_fields(fields)))
+        on = self.plan.mesh if mesh is None else MeshSpec.load(mesh)
+        return replace(self, plan=replace(self.plan, mesh=on, **plan_fields(fields)))
 
     def step(self) -> TrainStep:
         """The step that is trained with; raises PlanError for what its mesh does not allow."""

@@ -141,12 +141,12 @@ def test_explain_sets_any_field_of_a_plan(run):
         (["explain", "data", "--seq-len", "8193"], "Nearest seq_len: 8192."),
         (["explain", "data", "--seq-len", "0"], "seq_len=0 (int) must be a whole number from 1"),
         (["explain", "data", "--json", "nosuch/x.json"], "Cannot write nosuch/x.json: no such"),
-        (["explain", "data", "--json", "."], "Cannot write .: no such folder, or a folder itself."),
+        (["explain", "data", "--json", "."], "Cannot write .: it is a folder."),
         (["explain", "data", "--json", "x" * 300], "xxx: File name too long."),
         (["tour", "--only", "nosuch"], "no row 'nosuch'. Known: "),
         (["tour", "--only", "fsd"], "no row 'fsd'. Did you mean 'fsdp'?"),
         (["tour", "--html", "nosuch/x.html"], "Cannot write nosuch/x.html: no such folder"),
-        (["tour", "--json", "."], "Cannot write .: no such folder, or a folder itself."),
+        (["tour", "--json", "."], "Cannot write .: it is a folder."),
         (["tour", "--text", "nosuch.txt"], "Text file 'nosuch.txt' does not exist"),
         (["audit", "nosuch.txt"], "nosuch.txt cannot be read: No such file or directory."),
         (["audit", "."], ". holds no module that XLA compiled"),
@@ -159,6 +159,45 @@ def test_explain_sets_any_field_of_a_plan(run):
 )  # fmt: skip
 def test_refusals_are_one_paragraph(run, arguments, message):
     assert message in paragraph(run(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "data", "--accumulation-steps", "0"], "jaxpar: --accumulation-steps=0 (int)"),
+        (["explain", "data", "--set", "num_accumulation_steps=0"], ": num_accumulation_steps=0 (i"),
+        (["explain", "decode", "--batch-size", "63"],
+         "--batch-size=63 does not divide into equal parts of data=2: it is no multiple of 2. "
+         "Nearest --batch-size: 62 or 64."),
+        (["explain", "decode", "--set", "num_slots=63"], "Nearest num_slots: 62 or 64."),
+        (["explain", "prefill", "--seq-len", "0"], "jaxpar: --seq-len=0 (int) must"),
+        (["schedule", "1f1b", "--microbatches", "0"], "jaxpar: --microbatches=0 (int) must"),
+        (["recipe", "medium", "--devices", "12"], "jaxpar: --devices=12 cannot be spread"),
+    ],
+)  # fmt: skip
+def test_errors_name_what_was_typed(run, arguments, message):
+    assert message in paragraph(run(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("num_steps=5: too few. Nearest num_steps: 6.", "--steps=5: too few. Nearest --steps: 6."),
+        ("num_steps=5 and num_steps=6 here.", "--steps=5 and --steps=6 here."),
+        (
+            "num_steps=5, not num_steps.txt or num_steps/x",
+            "--steps=5, not num_steps.txt or num_steps/x",
+        ),
+        ("num_steps=50 of the script", None),
+        ("num_steps=5.5 of the script", None),
+        ("max_num_steps=5", None),
+        ("mesh.toml: unknown key 'num_steps'.", None),
+    ],
+)
+def test_a_field_is_called_as_the_option_that_filled_it(text, told):
+    with pytest.raises(JaxparError) as caught, console.typed({"num_steps": ("--steps", 5)}):
+        raise JaxparError(text)
+    assert str(caught.value) == (told or text)
 
 
 @pytest.mark.parametrize(

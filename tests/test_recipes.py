@@ -110,4 +110,4 @@ def test_explain_points_to_recipes(run, monkeypatch, capsys):
         cli.main()
     assert caught.value.code == 2 and "jaxpar recipe large-dense" in capsys.readouterr().err
     code, _, err = run("large-dense", "--devices", "64", "--tensor", "128")
-    assert code == 2 and "num_devices=64 are too few for tensor=128: these axes take 128" in err
+    assert code == 2 and "--devices=64 are too few for tensor=128: these axes take 128" in err

@@ -133,6 +133,11 @@ def test_it_trains_records_saves_and_goes_on(run):
 
     again = run("run", "script.py", "--checkpoint", "part", "--resume")
     assert again[0] == 0 and "Nothing to do: step 6 was the last one" in again[1]
+    fewer = run("run", "script.py", "--checkpoint", "part", "--resume", "--steps", 4)
+    assert fewer[0] == 0 and (
+        "Nothing to do: the checkpoint is of step 6, and --steps 4 counts all steps, those before "
+        "a restart too. For 4 more: --steps 10.\n" in fewer[1]
+    )
     assert "Go on from there with --resume" in refused(
         run("run", "script.py", "--checkpoint", "part")
     )
@@ -336,6 +341,11 @@ def test_utilisation_is_labelled_and_of_the_peak_that_is_known(run, monkeypatch)
     assert f"loss 2.5000  gradient norm 0.5  120 tokens/s  MFU {flops / 0.5 / 1e9:.1%}" in text
 
 
+def test_a_script_s_own_number_of_steps_is_told_as_such():
+    told = cli_run._nothing_to_do(cli_run.Request(script=Path("script.py")), 4, 6)
+    assert "step 6, and num_steps=4 of script.py counts all steps" in told
+
+
 def test_what_json_cannot_say_is_null():
     bad = Record(**{**RECORD.__dict__, "loss": float("nan"), "gradient_norm": float("inf")})
     numbers = recording.line(bad, model_flops=1.0, peak_flops_per_s=None)
@@ -359,6 +369,12 @@ def test_tensorboard_is_an_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(JaxparError, match=r'pip install "jaxpar\[tensorboard\]"'):
         recording.TensorBoard(tmp_path / "board", done=0)
+
+
+def test_a_board_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(JaxparError, match="TensorBoard folder '.+/file/board': Not a directory"):
+        recording.TensorBoard(tmp_path / "file" / "board", done=0)
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -407,13 +423,27 @@ def test_a_script_finds_what_lies_beside_it(tmp_path):
         (("script.py", "--mesh", "data=3"), "batch_size=8 does not divide into 3"),
         (("script.py", "--set", "zer=1"), "Did you mean 'zero'"),
         (("script.py", "--text", "none.txt"), "'none.txt' does not exist"),
-        (("script.py", "--metrics", "none/m.jsonl"), "Cannot write none/m.jsonl"),
-        (("script.py", "--tensorboard", "script.py/board"), "TensorBoard folder"),
+        (("script.py", "--metrics", "none/m.jsonl"), "none/m.jsonl: no such folder as .+make it"),
+        (("script.py", "--metrics", "."), r"Cannot write \.: it is a folder"),
+        (("script.py", "--tensorboard", "none/board"), "write none/board: no such folder as"),
+        (("script.py", "--tensorboard", "script.py"), "script.py: it is a file, and has to"),
+        (("script.py", "--checkpoint", "none/saved"), "write none/saved: no such folder as"),
+        (("script.py", "--checkpoint", "script.py/saved"), "write script.py/saved: no such folder"),
     ],
 )
 def test_options_that_cannot_be(arguments, message, run, tmp_path):
     assert re.search(message, refused(run("run", *arguments)))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["script.py"]
+
+
+def test_what_a_file_says_is_called_as_the_file_calls_it(run):
+    Path("mesh.toml").write_text("num_steps = 3\n[axes]\ndata = 2\n")
+    line = refused(run("run", "script.py", "--steps", 3, "--mesh", "mesh.toml"))
+    assert "unknown key 'num_steps'" in line
+    Path("bad.py").write_text(SCRIPT.replace("num_steps=6", "num_steps=0"))
+    assert "num_steps=0 (int)" in refused(run("run", "bad.py", "--steps", 3))
+    too_many = 1 << 31
+    assert f"--steps={too_many} (int)" in refused(run("run", "script.py", "--steps", too_many))
 
 
 def test_an_optimizer_is_one():
