@@ -34,6 +34,7 @@ from jaxpar.serve.plan import Kind, ServePlan
 from jaxpar.serve.pool import blocks_of
 from jaxpar.serve.router import Router, Routing
 from jaxpar.serve.scheduler import Admission, NewToken, Request
+from jaxpar.serve.step import ServeStep
 from jaxpar.serve.workers import Begun, Fleet, Worker, make_workers
 
 
@@ -85,7 +86,7 @@ class Disaggregated(Fleet):
             named += [(f"{kind} {i}", plan, (kind,)) for i in range(num)]
         check(config, prefill, decode)
         self.routers: dict[Kind, Router] = {"prefill": Router(routing), "decode": Router(routing)}
-        self._handovers: dict[tuple[str, str], Handover] = {}
+        self._handovers: dict[tuple[ServeStep, ServeStep], Handover] = {}
         super().__init__(config, make_workers(config, params, named, devices))
         self.start(admission=admission)
 
@@ -132,12 +133,7 @@ class Disaggregated(Fleet):
         any. Nobody overtakes: the oldest one that finds no room keeps the others waiting."""
         begun = []
         for source, here in self.ready():
-            there = scheduling.Sequence(
-                id=here.id,
-                request=here.request,
-                tokens=list(here.tokens),
-                num_preempted=here.num_preempted,
-            )
+            there = here.without_place()
             target = self._room_for(there)
             if target is None:
                 self.num_held_back += 1
@@ -174,10 +170,10 @@ class Disaggregated(Fleet):
         source, target = transit.source, transit.target
         num = blocks_of(transit.here.num_cached, source.step.plan.block_len)
         if num:
-            names = source.name, target.name
-            if names not in self._handovers:
-                self._handovers[names] = Handover(source.step, target.step)
-            target.cache, moved = self._handovers[names](
+            steps = source.step, target.step
+            if steps not in self._handovers:
+                self._handovers[steps] = Handover(*steps)
+            target.cache, moved = self._handovers[steps](
                 source.cache, transit.here.blocks[:num], target.cache, transit.there.blocks[:num]
             )
             assert moved.num_bytes == transit.num_bytes, (moved, transit.num_bytes)

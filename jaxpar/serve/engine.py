@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpar.errors import RequestError, require_whole
 from jaxpar.model.transformer import Params
 from jaxpar.serve.plan import Kind
-from jaxpar.serve.scheduler import Admission, NewToken, Request, Scheduler, Sequence
+from jaxpar.serve.scheduler import Admission, Arrivals, NewToken, Request, Scheduler, Sequence
 from jaxpar.serve.step import ServeStep
 
 
@@ -87,16 +86,12 @@ class Engine:
 
         arrivals: (number of the step before which it comes, request), in any order.
         """
-        given = list(arrivals)
-        for step, request in given:
-            require_whole(RequestError, "a request's step of arrival", step, at_least=0)
+        coming = Arrivals(arrivals)
+        for _, request in coming.given:
             request.check(self.program.config, self.program.plan)
-        coming = sorted(range(len(given)), key=lambda i: given[i][0])
         numbers: dict[int, int] = {}
         reports: list[Report] = []
         while coming or not self.scheduler.is_idle:
-            while coming and given[coming[0]][0] <= len(reports):
-                i = coming.pop(0)
-                numbers[i] = self.submit(given[i][1])
+            numbers |= {i: self.submit(request) for i, request in coming.due(len(reports))}
             reports.append(self.step())
-        return [self.answer(numbers[i]) for i in range(len(given))], reports
+        return [self.answer(number) for _, number in sorted(numbers.items())], reports

@@ -23,6 +23,7 @@ Sources: Yu et al. 2022 (Orca) §3; Kwon et al. 2023 (PagedAttention) §4.5; Agr
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -126,6 +127,39 @@ class Sequence:
         return bool(answer) and (
             len(answer) >= self.request.max_new_tokens or answer[-1] in self.request.stop_tokens
         )
+
+    def without_place(self) -> Sequence:
+        """The same before it was admitted anywhere: all its tokens have to be computed."""
+        return Sequence(
+            id=self.id,
+            request=self.request,
+            tokens=list(self.tokens),
+            num_preempted=self.num_preempted,
+        )
+
+
+class Arrivals:
+    """Requests, each with the number of the step before which it comes, in any order.
+
+    Raises RequestError for a number that is none.
+    """
+
+    def __init__(self, given: Iterable[tuple[int, Request]]) -> None:
+        self.given = list(given)
+        for step, _ in self.given:
+            require_whole(RequestError, "a request's step of arrival", step, at_least=0)
+        order = sorted(range(len(self.given)), key=lambda i: self.given[i][0])
+        self._coming = deque(order)
+
+    def due(self, step: int) -> Iterator[tuple[int, Request]]:
+        """Those that come before this step and have not come yet: (place in `given`, request)."""
+        while self._coming and self.given[self._coming[0]][0] <= step:
+            i = self._coming.popleft()
+            yield i, self.given[i][1]
+
+    def __bool__(self) -> bool:
+        """Whether some are still to come."""
+        return bool(self._coming)
 
 
 class Part(NamedTuple):

@@ -134,9 +134,23 @@ class Served:
     measures: Measures
 
 
+def alike(worker: Worker, num: int) -> list[Worker]:
+    """This worker, and others that differ in number and cache: as many as `num`, on its devices.
+
+    On a simulated clock nobody waits for another's devices, and a token is the same on any: so one
+    compilation is enough for all of them.
+    """
+    kind, _ = worker.name.rsplit(" ", 1)
+    others = (
+        Worker(f"{kind} {i}", worker.step, worker.params, worker.kinds) for i in range(1, num)
+    )
+    return [worker, *others]
+
+
 class _Simulation:
-    def __init__(self, fleet: Fleet, clock: Clock) -> None:
-        self.fleet, self.clock = fleet, clock
+    def __init__(self, fleet: Fleet, clock: Clock, progress: Callable[[int], None]) -> None:
+        self.fleet, self.clock, self.progress = fleet, clock, progress
+        self.num_done = 0
         self.now, self.order = 0.0, count()
         self.events: list[tuple[float, int, Callable[[], object]]] = []
         self.is_busy: set[str] = set()
@@ -171,7 +185,9 @@ class _Simulation:
                 self.at(self.now + seconds, partial(self.fleet.land, transit))
         # Twice, since what one worker preempts may be another's to do.
         for worker in (*self.fleet.living, *self.fleet.living):
-            if worker.name not in self.is_busy and (begun := self.fleet.begin(worker)):
+            if worker.name in self.is_busy or worker.scheduler.is_idle:
+                continue
+            if begun := self.fleet.begin(worker):
                 kind, rows, _ = begun.work
                 seconds = self.clock.step_s(worker.step.plan, kind, rows.table.shape[1])
                 self.is_busy.add(worker.name)
@@ -183,19 +199,27 @@ class _Simulation:
         self.is_busy.discard(worker.name)
         for token in self.fleet.finish(worker, begun):
             self.times[token.id].token_s.append(self.now)
+            self.num_done += token.is_last
+        self.progress(self.num_done)
 
 
-def simulate(fleet: Fleet, arrivals: Sequence[Arrival], clock: Clock) -> Served:
+def simulate(
+    fleet: Fleet,
+    arrivals: Sequence[Arrival],
+    clock: Clock,
+    progress: Callable[[int], None] = lambda num_done: None,
+) -> Served:
     """Serve a trace until all its requests are done. `fleet` is one that nobody has used since it
-    was made or started. Raises RequestError for a request that it could never serve."""
+    was made or started. `progress` is called after each step with how many requests are done.
+    Raises RequestError for a request that it could never serve."""
     if not fleet.is_idle or fleet.requests:
         raise RequestError(
             f"The fleet has taken {len(fleet.requests)} requests already; start() makes it new."
         )
-    for arrival in arrivals:
-        for worker in fleet.workers:
-            arrival.request.check(fleet.config, worker.step.plan)
-    simulation = _Simulation(fleet, clock)
+    plans = dict.fromkeys(worker.step.plan for worker in fleet.workers)
+    for arrival, plan in product(arrivals, plans):
+        arrival.request.check(fleet.config, plan)
+    simulation = _Simulation(fleet, clock, progress)
     for arrival in sorted(arrivals, key=lambda arrival: arrival.time_s):
         simulation.at(arrival.time_s, partial(simulation.arrive, arrival))
     simulation.run()

@@ -30,7 +30,6 @@ from jaxpar.errors import (
     RequestError,
     did_you_mean,
     require_choice,
-    require_whole,
 )
 from jaxpar.mesh import MeshSpec, use_cpu_devices
 from jaxpar.model.config import ModelConfig
@@ -310,20 +309,15 @@ class Fleet(ABC):
         arrivals: (number of the step before which it comes, request), in any order. Raises
         LostError for one that cannot go on.
         """
-        given = list(arrivals)
-        for when, _ in given:
-            require_whole(RequestError, "a request's step of arrival", when, at_least=0)
-        coming = sorted(range(len(given)), key=lambda i: given[i][0])
+        coming = scheduling.Arrivals(arrivals)
         numbers: dict[int, int] = {}
         num_steps = 0
         while coming or not self.is_idle:
-            while coming and given[coming[0]][0] <= num_steps:
-                i = coming.pop(0)
-                numbers[i] = self.submit(given[i][1])
+            numbers |= {i: self.submit(request) for i, request in coming.due(num_steps)}
             self.step()
             assert coming or not self.is_stuck or self.is_idle, "nobody can go on"
             num_steps += 1
-        return [self.answer(numbers[i]) for i in range(len(given))]
+        return [self.answer(number) for _, number in sorted(numbers.items())]
 
     def lose(self, name: str) -> None:
         """Go on without this worker: its sequences are computed again elsewhere, from their prompts
@@ -338,14 +332,8 @@ class Fleet(ABC):
 
     def _again(self, sequence: scheduling.Sequence) -> None:
         """Let it be computed from its tokens, first in line; or tell that it has failed."""
-        fresh = scheduling.Sequence(
-            id=sequence.id,
-            request=sequence.request,
-            tokens=list(sequence.tokens),
-            num_preempted=sequence.num_preempted,
-        )
         try:
-            self._send(fresh, first=True)
+            self._send(sequence.without_place(), first=True)
         except LostError as error:
             self._fail(sequence.id, str(error))
 
