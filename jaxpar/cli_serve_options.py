@@ -12,7 +12,9 @@ from jaxpar.console import Json, check_writable, progress_bar, tell
 def serve_sim(
     model: Annotated[str, typer.Option(help="Model preset that chooses the tokens.")] = "tiny",
     mesh: Annotated[str, typer.Option(help="Mesh of each replica.")] = "tensor=4",
-    replicas: Annotated[int, typer.Option(help="Replicas, each on devices of its own.")] = 2,
+    num_replicas: Annotated[
+        int, typer.Option("--replicas", help="Replicas, each with a cache of its own.")
+    ] = 2,
     prefill_mesh: Annotated[str, typer.Option(help="Disaggregated: of each prefill worker.")] = (
         "tensor=4"
     ),
@@ -21,15 +23,18 @@ def serve_sim(
     ),
     num_prefill: Annotated[int, typer.Option(help="Disaggregated: prefill workers.")] = 1,
     num_decode: Annotated[int, typer.Option(help="Disaggregated: decode workers.")] = 2,
-    slots: Annotated[int, typer.Option(help="Sequences in each decode step.")] = 8,
-    blocks: Annotated[
-        int | None, typer.Option(help="Blocks of each cache, of 16 tokens; for all slots.")
+    num_slots: Annotated[int, typer.Option("--slots", help="Sequences in each decode step.")] = 8,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option("--blocks", help="Blocks of each cache, of 16 tokens; for all slots."),
     ] = None,
     chunk_len: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 64,
-    widths: Annotated[int, typer.Option(help="Lengths of block tables to compile for.")] = 1,
+    num_widths: Annotated[
+        int, typer.Option("--widths", help="Lengths of block tables to compile for.")
+    ] = 1,
     max_seq_len: Annotated[int, typer.Option(help="Most tokens of a sequence.")] = 512,
-    requests: Annotated[int, typer.Option(help="Requests of the trace.")] = 32,
-    rate: Annotated[float, typer.Option(help="Requests per second.")] = 200.0,
+    num_requests: Annotated[int, typer.Option("--requests", help="Requests of the trace.")] = 32,
+    requests_per_s: Annotated[float, typer.Option("--rate", help="Requests per second.")] = 200.0,
     prompt_len: Annotated[int, typer.Option(help="Mean tokens of a prompt.")] = 160,
     answer_len: Annotated[int, typer.Option(help="Mean tokens of an answer.")] = 24,
     seed: Annotated[int, typer.Option(help="Of the trace.")] = 0,
@@ -63,18 +68,18 @@ def serve_sim(
             Request(
                 model=model,
                 mesh=mesh,
-                num_replicas=replicas,
+                num_replicas=num_replicas,
                 prefill_mesh=prefill_mesh,
                 decode_mesh=decode_mesh,
                 num_prefill=num_prefill,
                 num_decode=num_decode,
-                num_slots=slots,
-                num_blocks=blocks,
+                num_slots=num_slots,
+                num_blocks=num_blocks,
                 chunk_len=chunk_len,
-                num_widths=widths,
+                num_widths=num_widths,
                 max_seq_len=max_seq_len,
-                num_requests=requests,
-                requests_per_s=rate,
+                num_requests=num_requests,
+                requests_per_s=requests_per_s,
                 prompt_len=prompt_len,
                 answer_len=answer_len,
                 seed=seed,
@@ -85,7 +90,7 @@ def serve_sim(
                 decode_ms=decode_ms,
                 only=tuple(only or ()),
             ),
-            lambda name, done, total: bar.update(
+            lambda name, total, done: bar.update(
                 task, description=name, completed=done, total=total
             ),
         )

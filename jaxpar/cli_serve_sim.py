@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import jax
 from rich.console import RenderableType
@@ -19,7 +21,7 @@ from jaxpar.serve.disaggregation import Disaggregated, Sizes, size_pools
 from jaxpar.serve.measures import Spread
 from jaxpar.serve.plan import ServePlan
 from jaxpar.serve.replicas import Replicas
-from jaxpar.serve.simulate import Clock, Served, estimated, given, measured, simulate
+from jaxpar.serve.simulate import Clock, Served, alike, estimated, given, measured, simulate
 from jaxpar.serve.trace import Trace
 from jaxpar.serve.workers import Fleet
 
@@ -62,10 +64,15 @@ class Request:
 
 
 def answer(request: Request, progress: Callable[[str, int, int], None]) -> Answer:
-    """Serve the trace in every way that was asked for. Raises JaxparError for bad options."""
+    """Serve the trace in every way that was asked for. Raises JaxparError for bad options.
+
+    progress: called with what is being simulated, its requests, and how many of them are done.
+    """
     wanted = request.only or ROWS
     for name in wanted:
         require_choice(RequestError, "--only", name, ROWS)
+    for field in ("num_replicas", "num_prefill", "num_decode"):
+        require_whole(PlanError, field, getattr(request, field))
     config = replace(preset(request.model), max_seq_len=request.max_seq_len)
     trace = Trace(
         num_requests=request.num_requests,
@@ -80,21 +87,27 @@ def answer(request: Request, progress: Callable[[str, int, int], None]) -> Answe
     clock = _clock(request)
     for plan in plans.values():
         plan.check(config)
-    use_cpu_devices(max(_num_devices(name, request, plans) for name in wanted))
+    _check_size(config)
+    one_of_each = replace(request, num_replicas=1, num_prefill=1, num_decode=1)
+    use_cpu_devices(max(_num_devices(name, one_of_each, plans) for name in wanted))
+    progress(f"parameters of {config.name}", trace.num_requests, 0)
     params = _params(config)
     fleets: dict[str, Fleet] = {}
     served: dict[str, Served] = {}
     sources: dict[str, str] = {}
     sizes: Sizes | None = None
-    for number, name in enumerate(wanted):
-        progress(name, number, len(wanted))
+    for number, name in enumerate(wanted, start=1):
+        told = partial(
+            progress, f"{name} ({number} of {len(wanted)}), requests", trace.num_requests
+        )
+        told(0)
         made = "chunked" if name == "static batches" else name
         if made not in fleets:
             fleets[made] = _fleet(made, request, config, params, plans)
         fleet = fleets[made]
         fleet.start(batching="static" if name == "static batches" else "continuous")
         its_clock = clock or measured(fleet)
-        served[name] = simulate(fleet, trace.arrivals(), its_clock)
+        served[name] = simulate(fleet, trace.arrivals(), its_clock, told)
         sources[name] = its_clock.source
         if name == "disaggregated":
             sizes = _sizes(request, trace, plans, its_clock)
@@ -125,8 +138,6 @@ def _plans(request: Request) -> dict[str, ServePlan]:
 
 
 def _num_devices(name: str, request: Request, plans: dict[str, ServePlan]) -> int:
-    for field in ("num_replicas", "num_prefill", "num_decode"):
-        require_whole(PlanError, field, getattr(request, field))
     if name == "disaggregated":
         here, there = plans["prefill"].mesh, plans["decode"].mesh
         return request.num_prefill * here.num_devices + request.num_decode * there.num_devices
@@ -155,6 +166,19 @@ def _clock(request: Request) -> Clock | None:
     return None
 
 
+def _check_size(config: ModelConfig) -> None:
+    """Before minutes of work that end without memory: the whole model, and once on its devices."""
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = 2 * 4 * config.num_parameters
+    if needed > here:
+        raise RequestError(
+            f"--model {config.name} chooses the tokens, and with {config.num_parameters:,} float32 "
+            f"parameters takes {size(needed)} at the least; this machine has {size(here)}. Let a "
+            f"smaller one choose them, and time its steps as those of the large one: --model tiny "
+            f"--timed-as {config.name}."
+        )
+
+
 def _params(config: ModelConfig) -> Params:
     """Larger than a fresh model's, so that different prompts have different answers."""
     fresh = jax.jit(lambda: jax.tree.map(lambda p: 4 * p, init_params(config, 0)))
@@ -169,16 +193,17 @@ def _fleet(
     params: Params,
     plans: dict[str, ServePlan],
 ) -> Fleet:
+    """As many workers as were asked for; those of one kind share devices, see `alike`."""
+    fleet: Fleet
     if name == "disaggregated":
-        return Disaggregated(
-            config,
-            params,
-            prefill=plans["prefill"],
-            decode=plans["decode"],
-            num_prefill=request.num_prefill,
-            num_decode=request.num_decode,
-        )
-    return Replicas(config, plans[name], params, num_replicas=request.num_replicas)
+        numbers: tuple[int, ...] = request.num_prefill, request.num_decode
+        fleet = Disaggregated(config, params, prefill=plans["prefill"], decode=plans["decode"])
+    else:
+        numbers = (request.num_replicas,)
+        fleet = Replicas(config, plans[name], params, num_replicas=1)
+    kinds = zip(fleet.workers, numbers, strict=True)
+    fleet.workers = [worker for first, num in kinds for worker in alike(first, num)]
+    return fleet
 
 
 def _sizes(request: Request, trace: Trace, plans: dict[str, ServePlan], clock: Clock) -> Sizes:

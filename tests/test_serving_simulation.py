@@ -1,13 +1,17 @@
 """Traces, times and a simulated clock: what they say is checked by hand, and comes out twice."""
 
+import contextlib
+import copy
 import dataclasses
 import json
+import shlex
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from jaxpar import MeshSpec, Plan
+from jaxpar import MeshSpec, Plan, cli_serve_options, cli_serve_sim
 from jaxpar.cli import main
 from jaxpar.errors import JaxparError, RequestError
 from jaxpar.hardware import chip
@@ -17,8 +21,9 @@ from jaxpar.serve.estimate import collective, estimate_serving, estimate_trainin
 from jaxpar.serve.handover import handover_bytes
 from jaxpar.serve.measures import Level, Measures, Spread, Times
 from jaxpar.serve.plan import ServePlan
+from jaxpar.serve.router import Router
 from jaxpar.serve.scheduler import Request
-from jaxpar.serve.simulate import estimated, given, measured, simulate
+from jaxpar.serve.simulate import alike, estimated, given, measured, simulate
 from jaxpar.serve.trace import Arrival, Trace
 from tests.serve_helpers import DENSE, MAX_SEQ_LEN, plan
 from tests.serving_helpers import answers_alone, one_and_two, two_replicas
@@ -143,6 +148,31 @@ def test_tokens_are_the_reference_s_and_times_come_out_twice(fleet):
     assert json.loads(json.dumps(data, allow_nan=False))["ttft_s"]["num"] == 14
 
 
+@pytest.mark.parametrize("fleet", [two_replicas, one_and_two])
+def test_workers_that_share_devices_serve_the_same(fleet):
+    apart = fleet()
+    together = copy.copy(apart)
+    kinds = Counter(worker.kinds for worker in apart.workers)
+    first = {worker.kinds: worker for worker in reversed(apart.workers)}
+    together.workers = [w for kind, num in kinds.items() for w in alike(first[kind], num)]
+    assert [w.name for w in together.workers] == [w.name for w in apart.workers]
+    assert {w.devices for w in together.workers} < {w.devices for w in apart.workers}
+    found = []
+    for one in (apart, together):
+        vars(one).update(
+            router=Router(), routers={kind: Router() for kind in ("prefill", "decode")}
+        )
+        found.append(served(one, TRACE.arrivals()))
+    assert found[0] == found[1]
+
+
+def test_it_is_told_how_many_are_done():
+    told = []
+    two_replicas().start()
+    simulate(two_replicas(), TRACE.arrivals(), CLOCK, told.append)
+    assert told == sorted(told) and set(told) >= {0, 1, 14} and told[-1] == 14
+
+
 def test_static_batches_say_the_same_and_take_longer():
     at_once = [arrival._replace(time_s=0.0) for arrival in TRACE.arrivals()]
     continuous, static = (
@@ -224,8 +254,11 @@ def test_groups_of_a_closed_form_are_those_of_the_mesh():
         (["--prefill-ms", "2"], "belong together"),
         (["--prefill-ms", "nan", "--decode-ms", "1"], "times above 0"),
         (["--timed-as", "gpt3-175b", "--max-seq-len", "4096"], "Nearest --max-seq-len: 2048"),
-        (["--replicas", "0"], "num_replicas=0"),
+        (["--replicas", "0"], "--replicas=0 (int) must be"),
         (["--mesh", "tensor=16"], "tensor=16"),
+        (["--mesh", "data=3"], "--slots=8 does not divide into equal parts of data=3"),
+        (["--rate", "0"], "--rate=0.0 (float) must be a number above 0"),
+        (["--model", "llama-3-405b"], "--model tiny --timed-as llama-3-405b"),
         (["--chip", "h99"], "Known: a100"),
     ],
 )
@@ -234,6 +267,37 @@ def test_bad_options_end_the_command(options, message, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         main()
     assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_command_tells_how_far_it_is(monkeypatch, capsys):
+    """What goes to the bar, of a fleet that is compiled already."""
+    told = []
+
+    class Bar(contextlib.nullcontext):
+        def add_task(self, text, total):
+            return len(told)
+
+        def update(self, task, *, description, completed, total):
+            told.append((description, completed, total))
+
+    monkeypatch.setattr(cli_serve_options, "progress_bar", lambda: Bar(Bar()))
+    monkeypatch.setattr(cli_serve_sim, "preset", lambda name: DENSE)
+    monkeypatch.setattr(cli_serve_sim, "_params", lambda config: None)
+    monkeypatch.setattr(cli_serve_sim, "_fleet", lambda *_: two_replicas())
+    options = (
+        "--only chunked --only static\\ batches --mesh tensor=2 --slots 2 --chunk-len 16 --rate 2 "
+        f"--max-seq-len {MAX_SEQ_LEN} --prompt-len 9 --answer-len 6 --requests 5 "
+        "--prefill-ms 500 --decode-ms 250"
+    )
+    monkeypatch.setattr(sys, "argv", ["jaxpar", "serve-sim", *shlex.split(options)])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    out = capsys.readouterr().out
+    assert not exit.value.code and "2 × tensor=2" in out and "the same in every row" in out
+    assert told[0] == (f"parameters of {DENSE.name}", 0, 5)
+    for row in ("chunked (1 of 2), requests", "static batches (2 of 2), requests"):
+        done = [completed for text, completed, total in told if text == row and total == 5]
+        assert done == sorted(done) and set(done) == set(range(6))
 
 
 def test_clocks_without_time_are_refused():

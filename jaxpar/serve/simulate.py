@@ -20,6 +20,7 @@ engine, only the blocks.
 
 from __future__ import annotations
 
+import copy
 import heapq
 import statistics
 import time
@@ -29,6 +30,7 @@ from functools import cache, partial
 from itertools import count, product
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar.errors import RequestError, require_positive
 from jaxpar.hardware import Chip
@@ -141,10 +143,14 @@ def alike(worker: Worker, num: int) -> list[Worker]:
     compilation is enough for all of them.
     """
     kind, _ = worker.name.rsplit(" ", 1)
-    others = (
-        Worker(f"{kind} {i}", worker.step, worker.params, worker.kinds) for i in range(1, num)
-    )
-    return [worker, *others]
+
+    def another(number: int) -> Worker:
+        other = copy.copy(worker)
+        other.name, other.cache = f"{kind} {number}", jax.tree.map(jnp.copy, worker.cache)
+        other.start()
+        return other
+
+    return [worker, *map(another, range(1, num))]
 
 
 class _Simulation:
