@@ -229,6 +229,7 @@ INTERLEAVED = {"schedule": "interleaved", "num_virtual_stages": 2}
     ("mesh", "config", "fields"),
     [
         ("pipe=2", SMALL, {}),
+        ("pipe=2,context=2", SMALL, {"remat": "full"}),  # of lone layers, which keep all
         ("pipe=2,data=2", DEEP, {"num_microbatches": 4, "remat": "full"}),
         ("pipe=2,data=2,tensor=2", UNEVEN, GPIPE | {"compute_dtype": "bfloat16"}),
         ("pipe=4,tensor=2", TIED_DEEP, {"num_microbatches": 2, "sequence": True}),
@@ -380,7 +381,6 @@ def test_a_table_from_a_file(tmp_path):
         ("pipe=2,data=2", {"num_microbatches": 16}, "batch_size=16 num_microbatches=16 32"),
         ("pipe=2", {"overlap_gradients": True}, "overlap_gradients=True pipe=2 once per step"),
         ("pipe=2,fsdp=2", {}, "reshard_after_forward=True pipe=2 1 layers one group zero=1"),
-        ("pipe=2", {"remat": "full"}, "remat='full' pipe=2 one layer num_layers=2 remat='none'"),
         ("pipe=2,fsdp=2", {"prefetch": True}, "prefetch=True at least 3 groups 1 layers"),
         ("pipe=2,fsdp=2", {"num_layers_per_gather": 2}, "=2 divide 1 num_layers_per_gather: 1"),
         (

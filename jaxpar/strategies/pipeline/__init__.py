@@ -104,12 +104,6 @@ def check(config: ModelConfig, plan: Plan) -> None:
             f"are too few for pipe={p} stages with num_virtual_stages={v} chunks on each: every "
             f"chunk has a layer. Nearest {right}."
         )
-    if plan.remat in ("dots", "full") and layers_per_chunk(L, p * v) == 1:
-        raise PlanError(
-            f"{config.name}: remat={plan.remat!r} with pipe={p} and num_virtual_stages={v}: a "
-            f"chunk is one layer of num_layers={config.num_layers}, and its backward begins with "
-            f"computing it again from its input. Set remat='none' or 'selective'."
-        )
     schedule = schedule_of(plan)
     for field, have, want in (
         ("sizes of axis pipe", p, schedule.num_stages),
