@@ -37,7 +37,7 @@ from __future__ import annotations
 from jaxpar.errors import PlanError
 from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.strategies.pipeline.builders import BUILDERS
-from jaxpar.strategies.pipeline.choice import AXIS, layers_per_chunk, num_staged, schedule_of
+from jaxpar.strategies.pipeline.choice import AXIS, num_staged, schedule_of
 from jaxpar.strategies.pipeline.program import phases
 from jaxpar.strategies.pipeline.schedule import Schedule
 from jaxpar.strategies.pipeline.stage import STACK as STACK
