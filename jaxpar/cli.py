@@ -13,6 +13,9 @@ from rich.console import Console
 from jaxpar import cli_target_options
 from jaxpar.cli_serve_options import serve_sim
 from jaxpar.console import (
+    BAD_INPUT,
+    FAILED,
+    Answer,
     Json,
     Verb,
     check_writable,
@@ -21,13 +24,10 @@ from jaxpar.console import (
     progress_bar,
     show,
     tell,
-    typed,
     write,
     write_json,
 )
 from jaxpar.errors import JaxparError
-
-FAILED, BAD_INPUT = 1, 2
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -134,76 +134,26 @@ def explain(
     json_path: Json = None,
 ) -> None:
     """A strategy's card, and its closed form for a model on a mesh. Nothing is run."""
-    from dataclasses import asdict
-
-    from jaxpar.errors import PlanError
-    from jaxpar.mesh import MeshSpec
-    from jaxpar.model.config import preset
-    from jaxpar.predict.volume import expected, wire_bytes_by_axes
-    from jaxpar.recipes import RECIPES
-    from jaxpar.report.text import card_table, expected_table, wire_text
-    from jaxpar.strategies import compose
-    from jaxpar.strategies.plan import Plan, plan_fields
+    from jaxpar import cli_explain
 
     check_writable(json_path)
-    if name in ("prefill", "decode"):
-        from jaxpar import cli_explain
-
-        of_training = {
-            "--accumulation-steps": num_accumulation_steps,
-            "--sequence": sequence,
-            "--reduce-dtype": reduce_dtype,
-            "--remat": remat,
-        }
-        for option, value in of_training.items():
-            if value is not None:
-                raise PlanError(f"{option} is about training, and {name} is not. Leave it out.")
-        sizes = {"num_slots": ("--batch-size", batch_size), "max_seq_len": ("--seq-len", seq_len)}
-        with typed(sizes):
-            said = cli_explain.explain(
-                name, model=model, mesh=mesh, num_slots=batch_size, max_seq_len=seq_len,
-                compute_dtype=compute_dtype, other=other or (),
-            )  # fmt: skip
-        tell(said, json_path)
-        return
-    if name in RECIPES:
-        raise PlanError(f"{name} combines strategies: see `jaxpar recipe {name}`.")
-    strategy, variant = compose.strategy(name)
-    given = {
+    training_only = {
         "num_accumulation_steps": num_accumulation_steps,
         "sequence": sequence,
-        "compute_dtype": compute_dtype,
         "reduce_dtype": reduce_dtype,
         "remat": remat,
-        **plan_fields(other or ()),
     }
-    plan = Plan(
-        mesh=MeshSpec.load(mesh or variant.mesh),
-        batch_size=batch_size,
-        seq_len=seq_len,
-        **variant.fields | {field: value for field, value in given.items() if value is not None},
-    )
-    config = preset(model)
-    whole_step = expected(config, plan)
-    active = strategy.is_active(plan)
-    rows = strategy.expected(config, plan, compose.layout(config, plan)) if active else []
-    console = open_console()
-    console.print(card_table(strategy.card))
-    title = f"{config.name} on {plan.mesh}, per step and device"
-    print_table(console, expected_table(rows, title))
-    if not active:
-        console.print(f"This plan does not use {name}. Its axis: {strategy.card.axis}.")
-    for whose, some in ((name, rows), ("the whole step", whole_step)):
-        wire = wire_text(wire_bytes_by_axes(some, plan))
-        console.print(f"On the wire, {whose}: {wire}.", highlight=False)
-    write_json(
-        json_path,
-        {
-            "card": asdict(strategy.card),
-            "expected": [asdict(row) for row in rows],
-            "whole_step": [asdict(row) for row in whole_step],
-        },
-    )
+    if name in cli_explain.SERVING:
+        said = cli_explain.of_serving(
+            name, model=model, mesh=mesh, batch_size=batch_size, seq_len=seq_len,
+            compute_dtype=compute_dtype, training_only=training_only, other=other or (),
+        )  # fmt: skip
+    else:
+        said = cli_explain.of_training(
+            name, model=model, mesh=mesh, batch_size=batch_size, seq_len=seq_len,
+            fields={**training_only, "compute_dtype": compute_dtype}, other=other or (),
+        )  # fmt: skip
+    tell(said, json_path)
 
 
 @app.command(cls=Verb)
@@ -270,10 +220,8 @@ def table(
 
     check_writable(json_path)
     shown, data = answer(zero, model or [], inference=inference, chip=chip, target=target)
-    print_table(open_console(), shown)
-    write_json(json_path, data)
-    if not data.get("agrees", True):
-        raise typer.Exit(FAILED)
+    code = 0 if data.get("agrees", True) else FAILED
+    tell(Answer(shown=[shown], data=data, code=code), json_path)
 
 
 @app.command()
@@ -510,10 +458,7 @@ def run(
         ),
         open_console(),
     )
-    if is_main():
-        write_json(json_path, said.data)
-    if said.code:
-        raise typer.Exit(said.code)
+    tell(said, json_path if is_main() else None)
 
 
 app.command("serve-sim", cls=Verb)(serve_sim)

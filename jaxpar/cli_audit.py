@@ -19,7 +19,8 @@ from jaxpar.audit.budget import Budget, check
 from jaxpar.audit.diff import diff
 from jaxpar.audit.grouping import GROUPINGS, by_outer_axis, grouped
 from jaxpar.audit.result import Audit
-from jaxpar.errors import AuditError, require_choice, shown
+from jaxpar.console import FAILED, INCOMPLETE
+from jaxpar.errors import AuditError, in_a_line, require_choice, shown
 from jaxpar.report import audit as report
 from jaxpar.report.checks import budget_text, diff_text
 from jaxpar.report.text import literal
@@ -31,8 +32,6 @@ MAX_SHOWN_DEVICES = 16
 """Rows of a matrix in a terminal; of more devices, it is shown by the outermost axis."""
 
 MAX_JSON_DEVICES = 256
-
-FAILED, INCOMPLETE = 1, 3
 
 _REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 _WANTED = (
@@ -209,10 +208,10 @@ def _imported(name: str) -> Any:
                 f"There is no module {error.name!r} here or installed. Write a path, or "
                 "module:function as in an import."
             ) from error
-        raise AuditError(f"Module {name} cannot be imported: {_told(error)}.") from error
+        raise AuditError(f"Module {name} cannot be imported: {in_a_line(error)}.") from error
     except (Exception, SystemExit) as error:
         raise AuditError(
-            f"Module {name} cannot be imported: {_told(error)}. "
+            f"Module {name} cannot be imported: {in_a_line(error)}. "
             f'`python -c "import {name}"` shows where.'
         ) from error
 
@@ -233,9 +232,4 @@ def _returned(function: Any, what: str) -> Any:
     try:
         return function()
     except (Exception, SystemExit) as error:
-        raise AuditError(f"{what} failed: {_told(error)}.") from error
-
-
-def _told(error: BaseException) -> str:
-    text = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        raise AuditError(f"{what} failed: {in_a_line(error)}.") from error

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import signal
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpar import processes
 from jaxpar.checkpoint import Checkpoints
+from jaxpar.console import Answer
 from jaxpar.errors import CheckpointError, ExperimentError
 from jaxpar.experiment import Experiment, load
 from jaxpar.hardware import chip_of
@@ -28,6 +29,7 @@ from jaxpar.report.text import literal
 from jaxpar.strategies.plan import plan_in_words
 from jaxpar.text import Corpus
 from jaxpar.train import TrainStep
+from jaxpar.update import TrainState
 
 SCHEMA = "jaxpar.run/1"
 
@@ -68,16 +70,9 @@ class Request:
         return shlex.join([*words, "--resume"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What goes to --json, and the exit code: 0, or 128 + the signal that ended it."""
-
-    data: dict[str, Any]
-    code: int
-
-
 def answer(request: Request, console: Console) -> Answer:
-    """Train as the request says; raises JaxparError for what cannot be trained or saved."""
+    """Train as the request says, and show it on its way. Exit code: 0, or 128 + the signal that
+    ended it. Raises JaxparError for what cannot be trained or saved."""
     if request.resume and request.checkpoint is None:
         raise ExperimentError("--resume goes on from a checkpoint: give --checkpoint FOLDER too.")
     processes.initialize()
@@ -86,15 +81,7 @@ def answer(request: Request, console: Console) -> Answer:
     step = experiment.step()
     folder = request.checkpoint or _unused(Path(f"{request.script.stem}.checkpoint"))
     with Checkpoints(folder, keep=experiment.keep_checkpoints) as checkpoints, ExitStack() as stack:
-        done, state, numbers = 0, None, checkpoints.folder.numbers()
-        # A run that was killed before its first checkpoint was complete starts again.
-        if request.resume and (numbers or not checkpoints.folder.is_begun):
-            done, state = _restored(checkpoints, experiment, step)
-        elif numbers:
-            raise CheckpointError(
-                f"{folder} has checkpoints up to step {numbers[-1]}. Go on from there with "
-                f"--resume, or give another folder."
-            )
+        done, state = _start(request, checkpoints, experiment, step)
         if request.checkpoint:  # before minutes of training, not after them
             checkpoints.folder.claim()
         outlets = _outlets(request, done) if processes.is_main() else []
@@ -108,7 +95,7 @@ def answer(request: Request, console: Console) -> Answer:
                 for outlet in outlets:
                     outlet.write(numbers)
 
-            try:
+            with _told_of_devices(experiment):
                 ended = train(
                     experiment,
                     step,
@@ -118,12 +105,6 @@ def answer(request: Request, console: Console) -> Answer:
                     on_step=on_step,
                     asked_to_stop=interruption.at,
                 )
-            except jax.errors.JaxRuntimeError as error:  # no memory, or a device that fails
-                raise ExperimentError(
-                    f"The devices cannot carry out {plan_in_words(experiment.plan)}: "
-                    f"{str(error).strip().splitlines()[0][:300]} Where memory is short, try a "
-                    f"smaller batch_size, remat='full', or more devices along fsdp."
-                ) from error
             if ended.signal and ended.saved != ended.num_steps and ended.num_steps > done:
                 checkpoints.save(step, ended.state, ended.num_steps, experiment.data())
                 ended = replace(ended, saved=ended.num_steps)
@@ -150,7 +131,38 @@ def _experiment(request: Request) -> Experiment:
     )
 
 
-def _restored(checkpoints: Checkpoints, experiment: Experiment, step: TrainStep) -> tuple[int, Any]:
+def _start(
+    request: Request, checkpoints: Checkpoints, experiment: Experiment, step: TrainStep
+) -> tuple[int, TrainState | None]:
+    """How many steps are done, and the state after them; None where there is none to go on from."""
+    folder, numbers = checkpoints.folder, checkpoints.folder.numbers()
+    # A run that was killed before its first checkpoint was complete starts again.
+    if request.resume and (numbers or not folder.is_begun):
+        return _restored(checkpoints, experiment, step)
+    if numbers:
+        raise CheckpointError(
+            f"{folder.path} has checkpoints up to step {numbers[-1]}. Go on from there with "
+            f"--resume, or give another folder."
+        )
+    return 0, None
+
+
+@contextmanager
+def _told_of_devices(experiment: Experiment) -> Iterator[None]:
+    """No memory, or a device that fails, in words."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise ExperimentError(
+            f"The devices cannot carry out {plan_in_words(experiment.plan)}: "
+            f"{str(error).strip().splitlines()[0][:300]} Where memory is short, try a "
+            f"smaller batch_size, remat='full', or more devices along fsdp."
+        ) from error
+
+
+def _restored(
+    checkpoints: Checkpoints, experiment: Experiment, step: TrainStep
+) -> tuple[int, TrainState]:
     restored = checkpoints.restore(step)
     here, there = experiment.data(), restored.data
     differs = [
@@ -332,7 +344,7 @@ def _finished(
         "mfu_kind": KIND,
         "checkpoint": None if saved is None else str(saved),
     }
-    return Answer(data=data, code=128 + ended.signal if ended.signal else 0)
+    return Answer(shown=[], data=data, code=128 + ended.signal if ended.signal else 0)
 
 
 def _nothing_to_do(request: Request, num_steps: int, done: int) -> str:

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import jax
-from rich.console import RenderableType
+from rich.table import Table
 
-from jaxpar.console import Answer
+from jaxpar.console import FAILED, Answer
 from jaxpar.errors import PlanError, RequestError, require_choice, require_whole
 from jaxpar.hardware import chip
 from jaxpar.mesh import MeshSpec, use_cpu_devices
@@ -233,6 +233,37 @@ def _told(
         name: sum(a != b for a, b in zip(one.answers, first.answers, strict=True))
         for name, one in served.items()
     }
+    notes = [f"Simulated clock, {source}." for source in dict.fromkeys(sources.values())]
+    notes.append(
+        "TTFT: arrival to first token. TPOT: per token behind the first, which is excluded. "
+        "gap: from one token to the next."
+    )
+    if sizes is not None:
+        notes.append(
+            f"Pools for this load on as many devices: {sizes.num_prefill} × prefill, "
+            f"{sizes.num_decode} × decode, good for {sizes.requests_per_s:.2g} times as many "
+            f"requests."
+        )
+    same = not any(wrong.values())
+    told = "the same in every row" if same else f"different: {wrong}"
+    notes.append(f"Answers, {first.measures.num_tokens:,} tokens of {request.model}: {told}.")
+    data = {
+        "schema": SCHEMA,
+        "trace": asdict(trace),
+        "pool_sizes": None if sizes is None else asdict(sizes),
+        "rows": [
+            {"name": name, "clock": sources[name], "num_wrong": wrong[name],
+             "measures": one.measures.to_json()}
+            for name, one in served.items()
+        ],
+    }  # fmt: skip
+    table = _table(request, trace, plans, served)
+    return Answer(shown=[table, *map(literal, notes)], data=data, code=0 if same else FAILED)
+
+
+def _table(
+    request: Request, trace: Trace, plans: dict[str, ServePlan], served: dict[str, Served]
+) -> Table:
     table = plain_table(
         f"{trace.num_requests} requests, {trace.requests_per_s:g}/s, of about {trace.prompt_len} + "
         f"{trace.answer_len} tokens, seed {trace.seed}; times in ms: p50 / p90 / p99",
@@ -254,38 +285,7 @@ def _told(
             f"{found.num_preempted}",
             size(found.handover_bytes) if found.handover_bytes else "",
         )
-    shown: list[RenderableType] = [table]
-    for source in dict.fromkeys(sources.values()):
-        shown.append(literal(f"Simulated clock, {source}."))
-    shown.append(
-        literal(
-            "TTFT: arrival to first token. TPOT: per token behind the first, which is excluded. "
-            "gap: from one token to the next."
-        )
-    )
-    if sizes is not None:
-        shown.append(
-            literal(
-                f"Pools for this load on as many devices: {sizes.num_prefill} × prefill, "
-                f"{sizes.num_decode} × decode, good for {sizes.requests_per_s:.2g} times as many "
-                f"requests."
-            )
-        )
-    same = not any(wrong.values())
-    told = "the same in every row" if same else f"different: {wrong}"
-    num_tokens = first.measures.num_tokens
-    shown.append(literal(f"Answers, {num_tokens:,} tokens of {request.model}: {told}."))
-    data = {
-        "schema": SCHEMA,
-        "trace": asdict(trace),
-        "pool_sizes": None if sizes is None else asdict(sizes),
-        "rows": [
-            {"name": name, "clock": sources[name], "num_wrong": wrong[name],
-             "measures": one.measures.to_json()}
-            for name, one in served.items()
-        ],
-    }  # fmt: skip
-    return Answer(shown=shown, data=data, code=0 if same else 1)
+    return table
 
 
 def _devices(name: str, request: Request, plans: dict[str, ServePlan]) -> str:

@@ -20,6 +20,9 @@ from typer.core import TyperCommand
 
 from jaxpar.errors import JaxparError, shown
 
+FAILED, BAD_INPUT, INCOMPLETE = 1, 2, 3
+"""Exit codes: a check failed; what was asked for cannot be; only a part of a program was given."""
+
 WIDTH_WHEN_PIPED = 160
 """Columns of what goes to a file, where there is no terminal to ask."""
 
@@ -90,7 +93,9 @@ def show(parts: Iterable[RenderableType], console: Console | None = None) -> Non
     """Print what a verb answers, in order: tables, and text that is not to be wrapped."""
     console = console or open_console()
     for part in parts:
-        if isinstance(part, Table):
+        if isinstance(part, Table) and not part.show_header:  # prose, which may wrap
+            console.print(part)
+        elif isinstance(part, Table):
             print_table(console, part)
         else:
             console.print(part, soft_wrap=True)

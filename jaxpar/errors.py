@@ -185,6 +185,12 @@ def require_choice(
         )
 
 
+def in_a_line(error: BaseException) -> str:
+    """Of somebody else's error: what it is called, and the first line of what it says."""
+    text = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def shown(value: Any) -> str:
     """`repr`, short, also for an integer with more digits than Python agrees to print."""
     short = reprlib.Repr()

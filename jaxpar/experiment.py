@@ -22,7 +22,7 @@ from typing import Any
 
 import optax
 
-from jaxpar.errors import ExperimentError, JaxparError, require_whole, shown
+from jaxpar.errors import ExperimentError, JaxparError, in_a_line, require_whole, shown
 from jaxpar.mesh import MeshSpec
 from jaxpar.model.config import ModelConfig
 from jaxpar.strategies.plan import Plan, plan_fields
@@ -137,7 +137,7 @@ def load(path: str | os.PathLike[str]) -> Experiment:
     except (Exception, SystemExit) as error:
         line = next(_lines_of(error, path), None)
         raise ExperimentError(
-            f"{path}{f':{line}' if line else ''} failed: {_told(error)}. "
+            f"{path}{f':{line}' if line else ''} failed: {in_a_line(error)}. "
             f"`python {path}` shows where."
         ) from error
     found = names.get(NAME)
@@ -171,8 +171,3 @@ def _lines_of(error: BaseException, path: Path) -> Iterator[int]:
             lines.append(traceback.tb_lineno)
         traceback = traceback.tb_next
     yield from reversed(lines)
-
-
-def _told(error: BaseException) -> str:
-    text = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
