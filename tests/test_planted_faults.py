@@ -161,8 +161,8 @@ def test_weights_gathered_in_a_wider_dtype_are_seen(monkeypatch):
     assert agree(honest)
     assert any("bf16 goes as f32" in line.note for line in honest), "a CPU widens, and it is named"
 
-    def wide(shard, axis, *, dim, scope):
-        gathered = all_gather(shard.astype(jnp.float32), axis, dim=dim, scope=scope)
+    def wide(shard, axis, **how):
+        gathered = all_gather(shard.astype(jnp.float32), axis, **how)
         return gathered.astype(shard.dtype)
 
     monkeypatch.setattr(shards, "all_gather", wide)

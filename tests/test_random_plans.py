@@ -18,8 +18,8 @@ from jaxpar.mesh import MeshSpec
 from tests.helpers import SMALL
 from tests.random_plans import Drawn, Judge, draw, draw_model, factorings, numbered
 
-NUM_MODELS, NUM_PLANS = 6, 11
-"""Of as many models as many plans each are trained; those refused come on top."""
+NUM_MODELS, NUM_PLANS, NUM_TRAINED = 6, 11, 5
+"""Of as many models at least so many plans each, and of these so many that are trained."""
 
 
 @functools.cache
@@ -33,13 +33,13 @@ def test_random_plans(number):
     config = draw_model(random.Random(number).choice)
     ended: Counter[str] = Counter()
     for i in range(20 * NUM_PLANS):
-        if ended["equal"] == NUM_PLANS:
+        if ended["equal"] >= NUM_TRAINED and ended.total() >= NUM_PLANS:
             break
         drawn = draw(random.Random(f"{number} {i}").choice, config)
         outcome = judge()(drawn)
         ended[outcome.kind] += 1
         assert outcome.kind in ("equal", "refused"), f"{drawn}\n{outcome}"
-    assert ended["equal"] == NUM_PLANS, ended
+    assert ended["equal"] >= NUM_TRAINED and ended.total() >= NUM_PLANS, ended
 
 
 def test_every_way_to_spread_the_devices_is_drawn():

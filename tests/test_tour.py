@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.audit.compare import agree
 from jaxpar.cli import main
-from jaxpar.tour import chosen
+from jaxpar.serve import step
+from jaxpar.tour import Services, chosen
+from jaxpar.tour.serving import ServingVariant
+from tests.helpers import SMALL, corpus
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -86,6 +90,19 @@ def test_json_is_what_the_design_says(tour):
                 assert line[column]["payload_bytes"] == line["predicted"]["payload_bytes"]
             assert line["asked"]["count"] == line["predicted"]["count"] > 0
             assert line["compiled"]["count"] >= 1
+
+
+def test_wrong_tokens_are_seen(monkeypatch):
+    """Keys and queries that do not know where they stand."""
+    rotary_angles = step.rotary_angles
+    variant = ServingVariant(name="row", kind="decode", mesh="tensor=2")
+    services = Services(corpus())
+    honest = services.take_row(variant, SMALL)
+    assert honest.agrees and honest.num_tokens > 60 and honest.told()[0].startswith("wrong 0 of")
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "rotary_angles", lambda position, *of: rotary_angles(0 * position, *of))
+        wrong = Services(corpus()).take_row(variant, SMALL)
+    assert agree(wrong.lines) and wrong.num_wrong > 10 and not wrong.agrees
 
 
 def test_page_is_self_contained_and_holds_the_table(tour):

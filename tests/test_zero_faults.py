@@ -51,8 +51,8 @@ def in_the_gradients_dtype(self, gradient):
     return SCATTER(replace(self, reduce_dtype=gradient.dtype), gradient)
 
 
-def in_float32(x, axis, *, dim, scope):
-    return all_gather(x.astype(jnp.float32), axis, dim=dim, scope=scope).astype(x.dtype)
+def in_float32(x, axis, **how):
+    return all_gather(x.astype(jnp.float32), axis, **how).astype(x.dtype)
 
 
 def of_the_wrong_layer(stacked, i):
