@@ -308,7 +308,7 @@ def test_a_table_too_large_to_be_drawn_is_still_told(run, monkeypatch):
         (["x.csv"], "x.csv cannot be read: No such file or directory."),
         (["mine.csv", "--phased"], "--phased chooses a form of a published schedule, and mine.csv"),
         (["mine.csv", "--stages", "3"], "Table 'mine' has 2 columns, one for each stage, and"),
-        (["1f1b", "--virtual", "2"], "--virtual=2 asks for more. Use 'interleaved', or --virtual=1."),
+        (["1f1b", "--virtual", "2"], "=2 asks for more. Use 'interleaved', or --virtual=1."),
         (["zb-h1", "--phased"], "Schedule 'zb-h1' has no phased form"),
         (["1f1b", "--stages", "0"], "--stages=0 (int) must be a whole number from 1"),
         (["1f1b", "--forward", "nan"], "forward=nan (float) must be a number above 0"),
