@@ -4,9 +4,9 @@
 
 Each load comes faster than eight workers of one device can serve it, so that the requests served
 per second are what the busier pool allows. All tokens are computed; steps take the given times.
-`predicted` is what `size_pools` says of the split, `simulated` what the clock said at the end: it is
-less, as pools run empty at the end of a trace and full ones push back. The last column is what
-counts: the split that was chosen ÷ the best of all. Exit code 1 where that is below 0.9.
+`predicted` is what `size_pools` says of the split, `simulated` what the clock said at the end,
+which is less, as pools run empty at the end of a trace and full ones push back. `of the best` is
+what counts: the split that was chosen ÷ the best of all. Exit code 1 where that is below 0.9.
 """
 
 from __future__ import annotations
