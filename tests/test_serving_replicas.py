@@ -23,7 +23,6 @@ from tests.serving_helpers import answers_alone, two_replicas
 @pytest.fixture
 def replicas():
     fleet = two_replicas()
-    fleet.router = Router()
     fleet.start()
     return fleet
 

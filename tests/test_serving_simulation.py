@@ -21,7 +21,6 @@ from jaxpar.serve.estimate import collective, estimate_serving, estimate_trainin
 from jaxpar.serve.handover import handover_bytes
 from jaxpar.serve.measures import Level, Measures, Spread, Times
 from jaxpar.serve.plan import ServePlan
-from jaxpar.serve.router import Router
 from jaxpar.serve.scheduler import Request
 from jaxpar.serve.simulate import alike, estimated, given, measured, simulate
 from jaxpar.serve.trace import Arrival, Trace
@@ -157,13 +156,9 @@ def test_workers_that_share_devices_serve_the_same(fleet):
     together.workers = [w for kind, num in kinds.items() for w in alike(first[kind], num)]
     assert [w.name for w in together.workers] == [w.name for w in apart.workers]
     assert {w.devices for w in together.workers} < {w.devices for w in apart.workers}
-    found = []
-    for one in (apart, together):
-        vars(one).update(
-            router=Router(), routers={kind: Router() for kind in ("prefill", "decode")}
-        )
-        found.append(served(one, TRACE.arrivals()))
-    assert found[0] == found[1]
+    found = served(apart, TRACE.arrivals())
+    assert served(together, TRACE.arrivals()) == found
+    assert served(apart, TRACE.arrivals()) == found, "a second time, from the beginning"
 
 
 def test_it_is_told_how_many_are_done():

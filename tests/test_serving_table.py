@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -77,18 +78,19 @@ def test_programs_of_a_target_are_audited_with_its_chip(monkeypatch):
 
     def compile_module(module, **options):
         asked_for.update(options, module=module)
-        return SimpleNamespace(text=text)
+        memory = dict.fromkeys(("argument_bytes", "output_bytes", "temp_bytes", "peak_bytes"), 0)
+        return SimpleNamespace(text=text, seconds=0.0, memory=memory)
 
     monkeypatch.setattr(jaxpar.targets.on_target, "compile_module", compile_module)
     monkeypatch.setattr(jaxpar.targets.on_target, "require_compiler", lambda target: None)
     target = Target.parse("h100:1x2")
-    found = on_target.serving_there(step, "decode", target, limits=None, cache=None)
+    found = on_target.compile_serving_for(step, "decode", target)
     assert asked_for["target"] == target and asked_for["module"].startswith(b"ML")
     assert found.changes.agrees and found.exposed_part == 1.0, "CPUs wait for every one"
     monkeypatch.setattr(comparison, "ServeStep", lambda **_: step)
     row = comparison._serve(DENSE, step.plan, "decode", target.hardware, False, lambda *_: found)
     assert (row.agrees, row.exposed_part, row.changes) == (True, 1.0, ())
-    assert on_target.There(audit=jaxpar.audit(text), changes=found.changes).exposed_part is None
+    assert replace(found, audit=jaxpar.audit(text)).exposed_part is None
 
 
 def test_one_table_at_a_time():

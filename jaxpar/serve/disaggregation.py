@@ -85,13 +85,15 @@ class Disaggregated(Fleet):
             require_whole(PlanError, f"num_{kind}", num)
             named += [(f"{kind} {i}", plan, (kind,)) for i in range(num)]
         check(config, prefill, decode)
-        self.routers: dict[Kind, Router] = {"prefill": Router(routing), "decode": Router(routing)}
+        self.routing: Routing = routing
         self._handovers: dict[tuple[ServeStep, ServeStep], Handover] = {}
         super().__init__(config, make_workers(config, params, named, devices))
         self.start(admission=admission)
 
     def start(self, **options: Any) -> None:
         super().start(**options)
+        kinds: tuple[Kind, ...] = ("prefill", "decode")
+        self.routers = {kind: Router(self.routing) for kind in kinds}
         self.transits: dict[int, Transit] = {}
         self.moved = Moved()
         self.num_held_back = self.num_again = 0

@@ -47,11 +47,15 @@ class Replicas(Fleet):
         batching: Batching = "continuous",
     ) -> None:
         require_whole(PlanError, "num_replicas", num_replicas)
-        self.router = Router(routing)
+        self.routing: Routing = routing
         kinds: tuple[Kind, ...] = ("prefill", "decode")
         named = [(f"replica {i}", plan, kinds) for i in range(num_replicas)]
         super().__init__(config, make_workers(config, params, named, devices))
         self.start(admission=admission, batching=batching)
+
+    def start(self, **options: Any) -> None:
+        super().start(**options)
+        self.router = Router(self.routing)
 
     def _send(self, sequence: scheduling.Sequence, *, first: bool) -> None:
         loads = {worker.name: worker.load for worker in self.living}
