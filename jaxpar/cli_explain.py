@@ -16,11 +16,12 @@ from jaxpar.predict import volume
 from jaxpar.recipes import RECIPES
 from jaxpar.report.text import card_table, expected_table, literal, size, wire_text
 from jaxpar.serve import closed_form
-from jaxpar.serve.plan import Kind, ServePlan
+from jaxpar.serve.plan import ServePlan
+from jaxpar.serve.variants import VARIANTS
 from jaxpar.strategies import compose
 from jaxpar.strategies.plan import Plan, plan_fields
 
-SERVING: tuple[Kind, ...] = ("prefill", "decode")
+SERVING = {variant.name: variant for variant in VARIANTS}
 
 
 def of_training(
@@ -36,7 +37,7 @@ def of_training(
     """A strategy's card, and its part of a step's closed form. fields: None where not given."""
     if name in RECIPES:
         raise PlanError(f"{name} combines strategies: see `jaxpar recipe {name}`.")
-    strategy, variant = compose.strategy(name)
+    strategy, variant = compose.strategy(name, also=SERVING)
     given = {field: value for field, value in fields.items() if value is not None}
     plan = Plan(
         mesh=MeshSpec.load(mesh or variant.mesh),
@@ -82,19 +83,19 @@ def of_serving(
         if value is not None:
             option = field.removeprefix("num_").replace("_", "-")
             raise PlanError(f"--{option} is about training, and {name} is not. Leave it out.")
-    kind: Kind = "prefill" if name == "prefill" else "decode"
-    given = plan_fields(other, ServePlan, example="num_slots=8")
+    variant, kind = SERVING[name], SERVING[name].kind
+    given = variant.fields | plan_fields(other, ServePlan, example="num_slots=8")
     if compute_dtype is not None:
         given["compute_dtype"] = compute_dtype
     sizes = {"num_slots": batch_size, "max_seq_len": seq_len}
     with typed({"num_slots": ("--batch-size", batch_size), "max_seq_len": ("--seq-len", seq_len)}):
-        plan = ServePlan(mesh=MeshSpec.load(mesh or "data=2,tensor=4"), **{**sizes, **given})
+        plan = ServePlan(mesh=MeshSpec.load(mesh or variant.mesh), **{**sizes, **given})
         config = preset(model)
         rows = closed_form.expected(config, plan, kind)
 
     per_token, cache = plan.bytes_per_token(config), plan.cache_bytes(config)
     shown: list[RenderableType] = [
-        card_table(closed_form.CARDS[name]),
+        card_table(closed_form.CARDS[kind]),
         expected_table(rows, f"{config.name} on {plan.mesh}, per step and device"),
         literal(f"On the wire: {wire_text(volume.wire_bytes_by_axes(rows, plan))}."),
         literal(f"Rows of a step: {plan.num_rows(kind)} of {plan.row_len(kind)} tokens."),
@@ -104,7 +105,7 @@ def of_serving(
         ),
     ]
     data = {
-        "card": asdict(closed_form.CARDS[name]),
+        "card": asdict(closed_form.CARDS[kind]),
         "expected": [asdict(row) for row in rows],
         "cache_bytes_per_token": per_token,
         "cache_bytes": cache,

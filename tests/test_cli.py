@@ -170,6 +170,7 @@ def test_refusals_are_one_paragraph(run, arguments, message):
          "--batch-size=63 does not divide into equal parts of data=2: it is no multiple of 2. "
          "Nearest --batch-size: 62 or 64."),
         (["explain", "decode", "--set", "num_slots=63"], "Nearest num_slots: 62 or 64."),
+        (["explain", "decode-pipe"], "Did you mean 'decode-pipeline'?"),
         (["explain", "prefill", "--seq-len", "0"], "jaxpar: --seq-len=0 (int) must"),
         (["schedule", "1f1b", "--microbatches", "0"], "jaxpar: --microbatches=0 (int) must"),
         (["recipe", "medium", "--devices", "12"], "jaxpar: --devices=12 cannot be spread"),

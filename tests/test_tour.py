@@ -15,8 +15,8 @@ import pytest
 from jaxpar.audit.compare import agree
 from jaxpar.cli import main
 from jaxpar.serve import step
+from jaxpar.serve.variants import ServingVariant
 from jaxpar.tour import Services, chosen
-from jaxpar.tour.serving import ServingVariant
 from tests.helpers import SMALL, corpus
 
 README = Path(__file__).parent.parent / "README.md"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -36,10 +36,10 @@ def all_strategies() -> dict[str, Strategy]:
     return dict(sorted(found.items(), key=lambda item: item[1].refines is not None))
 
 
-def strategy(name: str) -> tuple[Strategy, Variant]:
+def strategy(name: str, *, also: Iterable[str] = ()) -> tuple[Strategy, Variant]:
     """The strategy called `name`, or whose row of the tour is, and a row to show it on.
 
-    Raises PlanError, naming the closest one, when there is neither.
+    Raises PlanError, naming the closest one, or of `also`, when there is neither.
     """
     known: dict[str, tuple[Strategy, Variant]] = {}
     for own_name, found in all_strategies().items():
@@ -47,7 +47,7 @@ def strategy(name: str) -> tuple[Strategy, Variant]:
         known |= {row.name: (found, row) for row in rows}
         known[own_name] = found, rows[0]
     if name not in known:
-        raise PlanError(f"There is no strategy {name!r}. {did_you_mean(name, known)}")
+        raise PlanError(f"There is no strategy {name!r}. {did_you_mean(name, [*known, *also])}")
     return known[name]
 
 

@@ -14,13 +14,13 @@ from jaxpar.model.config import ModelConfig, preset
 from jaxpar.serve.on_target import compile_serving_for
 from jaxpar.serve.plan import ServePlan
 from jaxpar.serve.step import ServeStep
+from jaxpar.serve.variants import ServingVariant
 from jaxpar.strategies.plan import OnMesh, Plan
 from jaxpar.targets.cache import Cache
 from jaxpar.targets.compiler import Limits, Options, Progress
 from jaxpar.targets.on_target import OnTarget, StepOnTarget, compile_for
 from jaxpar.targets.target import Target
 from jaxpar.tour import chosen, default_optimizer
-from jaxpar.tour.serving import ServingVariant
 
 SCHEMA = "jaxpar.target/1"
 

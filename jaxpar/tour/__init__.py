@@ -18,12 +18,13 @@ from jaxpar import recipes
 from jaxpar.errors import PlanError, did_you_mean
 from jaxpar.mesh import MeshSpec, use_cpu_devices
 from jaxpar.model.config import ModelConfig, preset
+from jaxpar.serve import variants
+from jaxpar.serve.variants import ServingVariant
 from jaxpar.strategies import compose
 from jaxpar.strategies.strategy import Variant
 from jaxpar.text import Corpus
-from jaxpar.tour import serving
 from jaxpar.tour.row import Row
-from jaxpar.tour.serving import Services, ServingRow, ServingVariant
+from jaxpar.tour.serving import Services, ServingRow
 from jaxpar.tour.training import (
     LOSS_TOLERANCE,
     PARAMETER_TOLERANCE,
@@ -100,9 +101,9 @@ def take_tour(
     """
     started = time.perf_counter()
     config, corpus = config or preset("tiny"), corpus or Corpus.standard_library()
-    variants = chosen(only)
-    models = [preset(v.model) if v.model else config for v in variants]
-    use_cpu_devices(max(MeshSpec.parse(v.mesh).num_devices for v in variants))
+    wanted = chosen(only)
+    models = [preset(v.model) if v.model else config for v in wanted]
+    use_cpu_devices(max(MeshSpec.parse(v.mesh).num_devices for v in wanted))
 
     batches = [
         corpus.batch(step, batch_size=batch_size, seq_len=seq_len) for step in range(num_steps)
@@ -110,15 +111,15 @@ def take_tour(
     optimizer = default_optimizer()
     references, services = References(), Services(corpus)
     rows: list[Row] = []
-    for i, (variant, model) in enumerate(zip(variants, models, strict=True)):
-        progress(variant.name, i, len(variants))
+    for i, (variant, model) in enumerate(zip(wanted, models, strict=True)):
+        progress(variant.name, i, len(wanted))
         if isinstance(variant, ServingVariant):
             rows.append(services.take_row(variant, model))
             continue
         plan = variant.plan(batch_size=batch_size, seq_len=seq_len)
         step = TrainStep(config=model, plan=plan, optimizer=optimizer)
         rows.append(take_row(variant.name, step, batches, references(step, batches)))
-    progress("done", len(variants), len(variants))
+    progress("done", len(wanted), len(wanted))
     return Tour(
         seconds=time.perf_counter() - started,
         model=" and ".join(dict.fromkeys(model.name for model in models)),
@@ -131,7 +132,7 @@ def take_tour(
 def chosen(only: Sequence[str]) -> list[Variant | ServingVariant]:
     """Rows of these names, or all. PlanError for a name that no row has."""
     of_strategies = (v for s in compose.all_strategies().values() for v in s.variants)
-    rows: list[Variant | ServingVariant] = [*of_strategies, *recipes.VARIANTS, *serving.VARIANTS]
+    rows: list[Variant | ServingVariant] = [*of_strategies, *recipes.VARIANTS, *variants.VARIANTS]
     names = [row.name for row in rows]
     for name in only:
         if name not in names:

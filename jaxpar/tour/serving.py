@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,6 @@ import numpy as np
 from jaxpar.audit import audit
 from jaxpar.audit.asked import asked
 from jaxpar.audit.compare import compare
-from jaxpar.mesh import MeshSpec
 from jaxpar.model.config import ModelConfig
 from jaxpar.model.transformer import Params, init_params
 from jaxpar.serve.closed_form import expected
@@ -22,45 +21,11 @@ from jaxpar.serve.reference import Reference
 from jaxpar.serve.sampling import Sampling
 from jaxpar.serve.scheduler import Request
 from jaxpar.serve.step import ServeStep
+from jaxpar.serve.variants import MAX_SEQ_LEN, ServingVariant
 from jaxpar.text import Corpus
 from jaxpar.tour.row import Row
 
 NUM_REQUESTS = 12
-MAX_SEQ_LEN = 48
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingVariant:
-    """One row: a step of inference on a mesh as `MeshSpec.parse` reads it.
-
-    model: a preset, for what the tour's own model has no use for.
-    """
-
-    name: str
-    kind: Kind
-    mesh: str
-    fields: dict[str, Any] = field(default_factory=dict)
-    model: str | None = None
-
-    def plan(self) -> ServePlan:
-        """In float32; with fewer blocks than all slots could fill, so that some have to wait."""
-        fields = {"num_slots": 8, "block_len": 8, "chunk_len": 16, "num_blocks": 24, **self.fields}
-        mesh = MeshSpec.parse(self.mesh)
-        return ServePlan(mesh=mesh, max_seq_len=MAX_SEQ_LEN, compute_dtype="float32", **fields)
-
-
-_ON: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("", "data=2,tensor=4", {}),
-    ("-context", "context=2,tensor=4", {}),
-    ("-pipeline", "pipe=2,tensor=4", {"fields": {"num_microbatches": 2}}),
-    ("-expert", "expert=4,tensor=2", {"model": "tiny-moe"}),
-)
-KINDS: tuple[Kind, ...] = ("prefill", "decode")
-VARIANTS = tuple(
-    ServingVariant(name=kind + suffix, kind=kind, mesh=mesh, **other)
-    for suffix, mesh, other in _ON
-    for kind in KINDS
-)
 
 
 @dataclass(frozen=True, kw_only=True)
