@@ -1,4 +1,4 @@
-"""Every row of the tour against what it should cost, in ratios taken in one run.
+"""Every training of the tour against what it should cost, in ratios taken in one run.
 
     .venv/bin/python experiments/bench_strategies.py [--only fsdp] [--json PATH]
 
@@ -36,9 +36,8 @@ from jaxpar.model.config import preset
 from jaxpar.model.parallel import Parallel
 from jaxpar.predict.volume import expected, wire_bytes_by_axes
 from jaxpar.reference import plain_step
-from jaxpar.strategies import compose
 from jaxpar.strategies.strategy import Variant
-from jaxpar.tour import default_optimizer
+from jaxpar.tour import chosen, default_optimizer
 
 SIZES = {
     "embed": 256, "num_heads": 8, "num_kv_heads": 8, "head_dim": 32, "mlp_hidden": 1024,
@@ -163,13 +162,11 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     jaxpar.use_cpu_devices(8)
-    variants = [v for s in compose.all_strategies().values() for v in s.variants]
+    variants = [v for v in chosen(only or ()) if isinstance(v, Variant)]
     columns = ("strategy", "mesh", "bound", "time", "min … max", "wire", "ticks")
     table = Table(*columns)
     rows = []
     for variant in variants:
-        if only and variant.name not in only:
-            continue
         row = measure(variant, num_steps)
         rows.append(row)
         print(row["strategy"], f"{row['bound']:.3f}", flush=True)
