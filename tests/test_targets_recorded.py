@@ -112,7 +112,7 @@ def _on_target(name: str, available_share: float) -> OnTarget:
         cpu_s=1.0, peak_rss_bytes=1, from_cache=False,
     )  # fmt: skip
     return OnTarget(
-        step=step,
+        plan=step.plan,
         target=target,
         placement=place(plan.mesh.named_axes, target.dims, str(target)),
         compiled=compiled,
