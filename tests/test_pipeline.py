@@ -260,6 +260,7 @@ ROWS_OF_MODELS = {
     "zero2": ("pipe=2,data=2,fsdp=2", UNEVEN, {"num_microbatches": 2, "zero": 2} | INTERLEAVED),
     "zb-h1": ("pipe=2", SMALL, {"num_microbatches": 8, **ZB}),
     "experts": ("pipe=2,expert=2", MOE, {"num_microbatches": 2}),
+    "one micro-batch": ("pipe=2,tensor=2", SMALL, {"num_microbatches": 1}),
 }
 
 

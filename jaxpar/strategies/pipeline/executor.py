@@ -215,10 +215,18 @@ class _Run:
             scope = "send_activation" if is_forward else "send_gradient"
             return permute(x, AXIS, pairs, scope=scope)
 
+    def micro_batch(self, number: Array, branch: Array) -> Any:
+        """What a stage of this branch reads. Idle ones read zeros if there is one micro-batch: else
+        all slots would do the same with it, and compilers do that once for all of them."""
+        picked = arrays.pick(self.batch, number)
+        if self.schedule.num_microbatches > 1:
+            return picked
+        return arrays.where(branch > IDLE, picked)
+
     def forward(self, row: Row, x: Array) -> Array:
         """The output of the slot's forward; anything at all where there is none."""
         layers = arrays.pick(self.layers, row.forward_chunk)
-        micro_batch = arrays.pick(self.batch, row.forward_microbatch)
+        micro_batch = self.micro_batch(row.forward_microbatch, row.forward)
         index = self.index(row.forward_chunk)
 
         def run(is_first: bool | Array) -> Array:
@@ -234,7 +242,7 @@ class _Run:
     def backward(self, row: Row, x: Array, gradient: Array, total: Total) -> tuple[Total, Array]:
         """The total after the slot's backward, and the gradient of its input."""
         layers = arrays.pick(self.layers, row.backward_chunk)
-        micro_batch = arrays.pick(self.batch, row.backward_microbatch)
+        micro_batch = self.micro_batch(row.backward_microbatch, row.backward)
         index = self.index(row.backward_chunk)
 
         def run(
