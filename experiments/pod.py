@@ -2,6 +2,7 @@
 
     .venv/bin/python experiments/pod.py
     .venv/bin/python experiments/pod.py --only 8b-fsdp-tensor --target v5p:4x4x4
+    .venv/bin/python experiments/pod.py --options quick
 
 Needs `pip install "jaxpar[tpu]"`, no TPU. Layers are scanned: a program is as long for 80 of
 them as for one, and as long for 4096 chips as for 64. `compile` is the compiler's time and the most
@@ -25,6 +26,7 @@ from jaxpar import JaxparError, MeshSpec, Plan, preset
 from jaxpar.report.text import size
 from jaxpar.targets import Cache, Limits, OnTarget, StepOnTarget, Target, compile_for
 from jaxpar.targets.cache import default_folder
+from jaxpar.targets.options import option_set
 from jaxpar.targets.tour import TargetRow, kinds_on_target
 from jaxpar.tour import default_optimizer
 
@@ -82,11 +84,13 @@ def cells(name: str, result: OnTarget, seconds: float) -> list[str]:
 def main(
     target: str = "v5p:16x16x16",
     only: Annotated[list[str] | None, typer.Option(help="A row; may be repeated.")] = None,
+    options: Annotated[str, typer.Option(help="A set of jaxpar/targets/options.toml.")] = "none",
     memory_limit: Annotated[float, typer.Option(help="GiB of this machine.")] = 6.0,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     jax.config.update("jax_platforms", "cpu")
     hardware = Target.parse(target)
+    taken = {} if options == "none" else option_set(options, hardware)
     limits = Limits(memory_bytes=round(memory_limit * 2**30))
     table = Table(title=f"Llama 3 on {target}, {SEQ_LEN} tokens a sequence", title_justify="left")
     columns = ("row", "mesh", "compile", "in all", "needs", "wire", "exposed", "= closed form")
@@ -99,7 +103,9 @@ def main(
             config=preset(ROWS[name][0]), plan=plan(name, hardware), optimizer=default_optimizer()
         )
         try:
-            result = compile_for(step, hardware, limits=limits, cache=Cache(default_folder()))
+            result = compile_for(
+                step, hardware, options=taken, limits=limits, cache=Cache(default_folder())
+            )
         except JaxparError as error:
             table.add_row(name, str(step.plan.mesh), str(error))
             rows.append(TargetRow(strategy=name, plan=step.plan, result=None, error=error))
