@@ -126,7 +126,8 @@ def _local_token(tokens_BS: Array, local_vocab: int) -> tuple[Array, Array]:
 def kv_weight(w_DKH: Array, num_kv_heads: int) -> Array:
     """The key/value heads of this device's queries: [D, K, H] -> [D, max(K/n, 1), H]."""
     num_devices = lax.axis_size(AXIS)
-    if num_kv_heads % num_devices == 0:  # the PartitionSpec has already split them
+    # Split by the PartitionSpec already, or one for all: a slice of it would be kept besides.
+    if num_kv_heads % num_devices == 0 or num_kv_heads == 1:
         return w_DKH
     head = lax.axis_index(AXIS) // (num_devices // num_kv_heads)
     return lax.dynamic_slice_in_dim(w_DKH, head, 1, axis=1)
