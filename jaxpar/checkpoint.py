@@ -116,6 +116,11 @@ class Checkpoints:
         about = self.folder.about(number)
         where, layout = self.folder.folder(number), self._layout(step)
         _check_model(about, step, where)
+        if about.get("step") != number:
+            raise CheckpointError(
+                f"{where} was saved after step {shown(about.get('step'))}: its folder has another "
+                f"name now. Nothing was changed. Give it the name back."
+            )
         leaves = _check_leaves(about, layout, where)
         tree = self.folder.restore(number, _nested(layout.abstract))
         state, checksums = layout.placed(tree)

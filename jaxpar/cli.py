@@ -19,6 +19,7 @@ from jaxpar.console import (
     Json,
     Verb,
     check_writable,
+    ends_at_once,
     open_console,
     print_table,
     progress_bar,
@@ -78,7 +79,7 @@ def tour(
     # they communicate is settled before machine code is made.
     jax.config.update("jax_disable_most_optimizations", True)
     check_writable(json_path, html)
-    with progress_bar() as bar:
+    with ends_at_once(), progress_bar() as bar:
         task = bar.add_task("", total=None)
         result = take_tour(
             corpus=Corpus.from_file(text) if text else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -125,6 +126,19 @@ def progress_bar() -> Progress:
     name = TextColumn("{task.description}", markup=False)
     columns = name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process here: in an orderly end Python takes from XLA's threads, which go on
+    to compile, what they need, and they crash."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("jaxpar: interrupted, and nothing was written.", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGINT)
 
 
 def check_writable(*files: Path | None, folders: Iterable[Path | None] = ()) -> None:

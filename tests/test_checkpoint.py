@@ -208,6 +208,7 @@ def test_what_is_not_in_the_weights_may_change(root):
         (lambda about: about | {"schema": "other/1"}, "no checkpoint, or is damaged"),
         (lambda about: [about], "no checkpoint, or is damaged"),
         (lambda about: about | {"model": 1}, "does not say of which model"),
+        (lambda about: about | {"step": 3}, "was saved after step 3: its folder has another name"),
         (lambda about: about | {"leaves": []}, "does not say what arrays"),
         (lambda about: about | {"leaves": dict.fromkeys(about["leaves"], 1)}, "is None None"),
         (lambda about: about | {"leaves": {k: v | {"checksum": v["checksum"] ^ 1}

@@ -119,6 +119,17 @@ def test_one_layer_gathers_again_too():
     assert agree(lines), [line for line in lines if not line.agrees]
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_heads_that_devices_share_are_gathered_again_too(num_kv_heads):
+    """A device uses one of them. If its slice were kept, nobody would read what is gathered again,
+    and JAX would leave that out of the program."""
+    config = dataclasses.replace(SMALL, name="shared", num_kv_heads=num_kv_heads)
+    explicit = step("fsdp=2,tensor=4", config)
+    traced = explicit.jitted.trace(*explicit.abstract_inputs)
+    wanted = [row for row in asked(traced.jaxpr) if row.kind == "all-gather"]
+    assert traced.lower().as_text().count('"stablehlo.all_gather"') == len(wanted) > 14
+
+
 # --- closed forms ----------------------------------------------------------------------------
 
 CHOICES = {

@@ -1,8 +1,7 @@
 """Parameters sharded over `fsdp`: which dim is split, how a weight gets whole, its gradient home.
 
 What ZeRO-1, ZeRO-2 and FSDP share. All three keep the same state: float32 master weights and
-moments split over the axis, with the same PartitionSpecs, so that a checkpoint of one stage is one
-of the others. They differ in when a weight is gathered and when its gradient is scattered.
+moments split over the axis, with the same PartitionSpecs, so that checkpoints are the same, too.
 
 A matrix is split along its embed dim; where that does not divide, along the largest dim that does
 and that no other axis splits; where none does, it stays whole, as vectors always do (norm scales
@@ -46,6 +45,8 @@ class Weight:
     inner_axes: axes over which its gradient is all-reduced in the backward, layer by layer.
     is_stacked: whether there is one for each layer.
     is_trained: whether it has a gradient at all.
+    num_kv_heads: how many, if devices of `tensor` share them; each uses one, cut out here, for what
+        is cut out later would be kept for the backward.
     is_held: whether it is gathered once per step and kept, so that its gradient is whole until it
         is scattered, once, behind the last micro-batch.
     """
@@ -58,6 +59,7 @@ class Weight:
     is_stacked: bool = False
     is_trained: bool = True
     is_held: bool = False
+    num_kv_heads: int | None = None
 
     def gather(self, shard: Array, *, again: bool = False) -> Array:
         """[.., d/n, ..] float32 -> [.., d, ..] in compute_dtype; what is whole stays float32.
@@ -69,7 +71,8 @@ class Weight:
             return shard
         shard = shard.astype(self.gather_dtype)
         whole = all_gather(shard, AXIS, dim=self.dim, again=again, scope="gather_weight")
-        return whole.astype(self.compute_dtype)
+        whole = whole.astype(self.compute_dtype)
+        return whole if self.num_kv_heads is None else tensor.kv_weight(whole, self.num_kv_heads)
 
     def scatter(self, gradient: Array) -> Array:
         """The gradient of what `gather` returned, [.., d, ..] -> [.., d/n, ..] in reduce_dtype.
@@ -79,6 +82,8 @@ class Weight:
         if self.dim is None and not self.inner_axes:
             return gradient
         gradient = gradient.astype(self.reduce_dtype)
+        if self.num_kv_heads is not None:
+            gradient = tensor.kv_gradient(gradient, self.num_kv_heads)
         if self.dim is not None:
             gradient = reduce_scatter(gradient, AXIS, dim=self.dim, scope="scatter_gradient")
         return all_reduce(gradient, self.inner_axes, scope="reduce_layer")
@@ -88,14 +93,11 @@ class Weight:
         return self if self.dim is None else replace(self, dim=self.dim + 1)
 
 
+_INT = jnp.dtype(jnp.int32)
 NUMBER = Weight(
-    dim=None,
-    gather_dtype=jnp.dtype(jnp.int32),
-    compute_dtype=jnp.dtype(jnp.int32),
-    reduce_dtype=jnp.dtype(jnp.int32),
-    is_stacked=True,
-    is_trained=False,
-)
+    dim=None, gather_dtype=_INT, compute_dtype=_INT, reduce_dtype=_INT,
+    is_stacked=True, is_trained=False,
+)  # fmt: skip
 """A layer's number, which loops over layers take along with its weights."""
 
 # --- a weight and its gradient ---------------------------------------------------------------
@@ -167,7 +169,7 @@ def weights(plan: Plan, layout: Layout) -> dict[str, Weight]:
 
 
 def weight(plan: Plan, placed: Placed) -> Weight:
-    parameter = placed.parameter
+    parameter, shared = placed.parameter, tensor.shared_kv_heads(placed, plan)
     name = split_dim(parameter, plan)
     # What is whole on all stages one or two of them use, and all would gather it in every slot.
     is_whole = pipeline.AXIS not in placed.split_axes
@@ -183,6 +185,7 @@ def weight(plan: Plan, placed: Placed) -> Weight:
         is_stacked=parameter.num_stacked is not None,
         is_trained=not plan.is_frozen(parameter.path),
         is_held=is_held and name is not None,
+        num_kv_heads=shared if plan.zero == 3 and not is_held else None,
     )
 
 

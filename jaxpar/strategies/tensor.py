@@ -34,13 +34,14 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from jaxpar.collectives import all_reduce, all_reduce_max, vary
+from jaxpar.compat import varying_axes
 from jaxpar.errors import PlanError, nearest_divisors
 from jaxpar.model.config import ModelConfig, Parameter
 from jaxpar.model.parallel import Stats
 from jaxpar.strategies import remat
 from jaxpar.strategies.plan import DTYPES, Plan
 from jaxpar.strategies.runs import runs_of
-from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Strategy, Variant
+from jaxpar.strategies.strategy import Card, Expected, Layout, Phase, Placed, Strategy, Variant
 
 AXIS = "tensor"
 
@@ -126,11 +127,30 @@ def _local_token(tokens_BS: Array, local_vocab: int) -> tuple[Array, Array]:
 def kv_weight(w_DKH: Array, num_kv_heads: int) -> Array:
     """The key/value heads of this device's queries: [D, K, H] -> [D, max(K/n, 1), H]."""
     num_devices = lax.axis_size(AXIS)
-    # Split by the PartitionSpec already, or one for all: a slice of it would be kept besides.
-    if num_kv_heads % num_devices == 0 or num_kv_heads == 1:
+    # Split by the PartitionSpec already, or by who gathered it.
+    if num_kv_heads % num_devices == 0 or w_DKH.shape[-2] == 1:
         return w_DKH
-    head = lax.axis_index(AXIS) // (num_devices // num_kv_heads)
-    return lax.dynamic_slice_in_dim(w_DKH, head, 1, axis=1)
+    return lax.dynamic_slice_in_dim(w_DKH, _own_kv_head(num_kv_heads), 1, axis=-2)
+
+
+def shared_kv_heads(placed: Placed, plan: Plan) -> int | None:
+    """How many heads a parameter of keys or values has, if there are more devices to share them."""
+    dims = placed.parameter.dims
+    if "kv_heads" not in dims or plan.size(AXIS) == 1 or AXIS in placed.split_axes:
+        return None
+    return placed.parameter.shape[dims.index("kv_heads")]
+
+
+def kv_gradient(d_DH: Array, num_kv_heads: int) -> Array:
+    """The transpose where devices share heads: [.., 1, H] -> [.., K, H], zeros for other heads."""
+    shape = *d_DH.shape[:-2], num_kv_heads, d_DH.shape[-1]
+    nothing = vary(jnp.zeros(shape, d_DH.dtype), tuple(varying_axes(d_DH) | {AXIS}))
+    head = _own_kv_head(num_kv_heads)
+    return lax.dynamic_update_slice_in_dim(nothing, d_DH, head, axis=-2)
+
+
+def _own_kv_head(num_kv_heads: int) -> Array:
+    return lax.axis_index(AXIS) // (lax.axis_size(AXIS) // num_kv_heads)
 
 
 # --- closed form -----------------------------------------------------------------------------
