@@ -25,7 +25,8 @@ MAX_DEPTH = 16
 
 _MOST = 10**30  # FLOPs or bytes; damaged text may speak of more than a float can hold
 _LONGEST = 1e12  # seconds
-_CYCLES = re.compile(r'"estimated_cycles":"?(\d{1,18})')
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d{1,19})')
+_NO_CYCLES = 2**63 - 1  # where XLA has no estimate
 _TARGET = re.compile(r'custom_call_target="([^"]{1,99})"')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[((?:"?\d{1,3}"?,?){0,9})\]')
 _BOOKKEEPING = re.compile(r"(?:[su]\d+|pred)\[\]")  # counters, tests and offsets of loops
@@ -146,7 +147,7 @@ class Cost:
 def estimated_cycles(found: Instruction) -> int:
     """XLA's own estimate, 0 when it gives none."""
     cycles = _CYCLES.search(found.attributes_text)
-    return int(cycles[1]) if cycles else 0
+    return int(cycles[1]) if cycles and int(cycles[1]) < _NO_CYCLES else 0
 
 
 def _target(found: Instruction) -> str:

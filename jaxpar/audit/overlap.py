@@ -4,8 +4,9 @@ A synchronous collective is exposed: nothing else runs. Of an asynchronous one, 
 what stands between the start of its transfer and the instruction that waits for it, also where the
 two are one trip of a loop apart. Whether that is enough is a question of time, and needs a chip.
 Then each computation that holds asynchronous collectives is walked as the device would: it
-computes, starts put a transfer on the link, transfers queue for the link, a done waits. A transfer
-is exposed while it is on the link and the device computes nothing.
+computes, starts put a transfer on the links, transfers queue for them, a done waits. On a torus a
+permute sends one way only, so that one each way are under way at once. A transfer is exposed while
+it is on the links and the device computes nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from jaxpar.audit.cost import Cost, estimated_cycles
 from jaxpar.audit.links import Transfers
@@ -28,6 +31,8 @@ from jaxpar.hardware import Chip
 MAX_NAMES = 8
 """Overlapped instructions that are named."""
 
+_UP, _DOWN = 0, 1  # the two ways along a ring of neighbours
+_BOTH = (_UP, _DOWN)
 _STEADY_TRIP = 1  # of a pipelined loop: the first starts with an empty link, the last has no next
 _LOOKS_PER_STEP = 50  # for those names: a bound for texts in which everything overlaps everything
 _UNSCHEDULED = "the program is not scheduled, so its order says nothing"
@@ -65,7 +70,8 @@ def overlaps(reading: Reading, chip: Chip | None) -> tuple[Overlap, ...]:
 
     Without one, exposed_fraction is 1.0 where nothing computes beside a collective, else None.
     How long transfers take is told by `jaxpar.audit.links`, how long the rest by
-    `jaxpar.audit.cost`. All transfers share one queue, and the collectives inside a loop do not
+    `jaxpar.audit.cost`. All transfers share one queue (on a torus there is one each way, and only
+    permutes do with one of them), and the collectives inside a loop do not
     slow down one that goes on around it. What cannot be read leaves exposed_fraction None.
     """
     transfers = None if chip is None else Transfers(chip)
@@ -83,7 +89,7 @@ def overlaps(reading: Reading, chip: Chip | None) -> tuple[Overlap, ...]:
     if not reading.module.scheduled:
         return tuple(answers)
     cost, waits = Cost(reading.flow, chip), Waits(reading)
-    for home, slots in _slots(reading, times):
+    for home, slots in _slots(reading, times, chip):
         for slot, answer in _answers(home, slots, cost, waits):
             for site in slot.sites:
                 answers[site] = replace(answer, transfer_s=times[site])
@@ -133,10 +139,11 @@ class _Slot:
     is_async: bool
     sites: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    ways: tuple[int, ...] = ()
 
 
 def _slots(
-    reading: Reading, times: Sequence[float | None]
+    reading: Reading, times: Sequence[float | None], chip: Chip | None
 ) -> Iterable[tuple[Computation, dict[str, _Slot]]]:
     """By computation with asynchronous collectives, what each of its instructions transfers."""
     homes: dict[str, tuple[Computation, dict[str, _Slot]]] = {}
@@ -147,7 +154,20 @@ def _slots(
         slot.is_async = slot.is_async or site.collective.is_async
         slot.sites.append(index)
         slot.seconds += time or 0.0
+        slot.ways = tuple({*slot.ways, *_ways(site.collective, chip)})
     return [row for row in homes.values() if any(slot.is_async for slot in row[1].values())]
+
+
+def _ways(collective: Collective, chip: Chip | None) -> tuple[int, ...]:
+    """Which ways a collective sends along its ring; behind a switch none are told apart."""
+    on_torus = chip is not None and chip.topology == "torus"
+    if not on_torus or collective.kind != "collective-permute":
+        return _BOTH
+    pairs = collective.groups if isinstance(collective.groups, tuple) else (collective.groups,)
+    steps = [(block[:, 1] - block[:, 0]) for block in pairs if block.size]
+    if not steps:
+        return _BOTH
+    return (_UP,) if np.median(np.concatenate(steps)) >= 0 else (_DOWN,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,9 +309,10 @@ class _Schedule:
                 if step.kind == "compute":
                     device.now += step.seconds
                 elif step.kind == "sync":
-                    device.wait(device.start(step.seconds))
+                    device.wait(device.start(step.seconds, self.slots[step.name].ways))
                 elif step.kind == "start":
-                    transfer = device.start(self.slots[step.name].seconds)
+                    slot = self.slots[step.name]
+                    transfer = device.start(slot.seconds, slot.ways)
                     running[(step.name, trip)] = transfer
                     if trip == (_STEADY_TRIP if pipelined else 0):
                         measured[step.name] = transfer
@@ -303,7 +324,7 @@ class _Schedule:
 
 
 class _Transfer:
-    """One transfer with its time on the link, in seconds."""
+    """One transfer with its time on the links, in seconds."""
 
     def __init__(self, begin: float, end: float) -> None:
         self.begin = begin
@@ -317,27 +338,31 @@ class _Transfer:
 
 
 class _Device:
-    """A device that computes or waits, and one link that serves transfers in order."""
+    """A device that computes or waits, and links that serve the transfers of each way in order."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._free = 0.0
-        self._queue: deque[_Transfer] = deque()
+        self._free = dict.fromkeys(_BOTH, 0.0)
+        self._queues: dict[int, deque[_Transfer]] = {way: deque() for way in _BOTH}
 
-    def start(self, seconds: float) -> _Transfer:
-        begin = max(self.now, self._free)
-        self._free = begin + seconds
-        self._queue.append(_Transfer(begin, self._free))
-        return self._queue[-1]
+    def start(self, seconds: float, ways: Sequence[int] = _BOTH) -> _Transfer:
+        begin = max(self.now, *(self._free[way] for way in ways))
+        transfer = _Transfer(begin, begin + seconds)
+        self._queues[ways[0]].append(transfer)
+        for way in ways:
+            self._free[way] = transfer.end
+        return transfer
 
     def wait(self, transfer: _Transfer) -> None:
-        """Nothing is computed until `transfer` has ended: whatever is on the link is exposed."""
-        while self._queue and self._queue[0].begin < transfer.end:
-            first = self._queue[0]
-            first.exposed_s += max(0.0, min(first.end, transfer.end) - max(first.begin, self.now))
-            if first.end > transfer.end:
-                break
-            self._queue.popleft()
+        """Nothing is computed until `transfer` has ended: whatever is on the links is exposed."""
+        for queue in self._queues.values():
+            while queue and queue[0].begin < transfer.end:
+                first = queue[0]
+                waited = min(first.end, transfer.end) - max(first.begin, self.now)
+                first.exposed_s += max(0.0, waited)
+                if first.end > transfer.end:
+                    break
+                queue.popleft()
         self.now = max(self.now, transfer.end)
 
 

@@ -128,6 +128,11 @@ def test_what_xla_estimated_counts_where_the_chip_has_a_clock():
     assert cost_of(line)[0] == pytest.approx(512e-9)
 
 
+def test_the_largest_number_of_cycles_is_no_estimate():
+    line = f'bf16[8,16]{{1,0}} copy(%a), backend_config={{"estimated_cycles":"{2**63 - 1}"}}'
+    assert cost_of(line, on=replace(CHIP, clock_hz=1e9))[0] == pytest.approx(512e-9)
+
+
 LOOP = """
 %body (s: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
   %s = (s32[], bf16[8,16]{1,0}) parameter(0)

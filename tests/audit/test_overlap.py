@@ -317,6 +317,43 @@ def test_transfers_queue_for_the_link_and_a_wait_exposes_the_one_that_is_on_it()
     assert (first.exposed_fraction, second.exposed_fraction) == (pytest.approx(0.5), 1.0)
 
 
+def permute(name, pairs, by):
+    """A start and its done, of 28,000 bytes: 28 µs one way."""
+    head = (
+        f"  %{name} = (f32[7000]{{0}}, f32[7000]{{0}}, u32[], u32[]) collective-permute-start(%big)"
+    )
+    return (
+        f"{head}, channel_id={by}, source_target_pairs={pairs}\n",
+        f"  %{name}.d = f32[7000]{{0}} collective-permute-done(%{name})\n",
+    )
+
+
+def both(other_pairs, on, cycles=28, around=("", "")):
+    up, up_done = permute("u", PAIRS, 1)
+    other, other_done = permute("o", other_pairs, 2)
+    body = "  %big = f32[7000]{0} broadcast(%x)\n" + around[0] + up + other + work("a", cycles)
+    text = module(body + up_done + other_done + around[1])
+    return [it.exposed_fraction for it in answers(text, on)]
+
+
+BACK = "{{1,0},{2,1},{3,2},{4,3},{5,4},{6,5},{7,6},{0,7}}"
+TORUS = replace(CHIP, topology="torus")
+
+
+def test_on_a_torus_permutes_of_both_ways_are_under_way_at_once():
+    assert both(BACK, TORUS) == [0.0, 0.0]
+    assert both(BACK, TORUS, cycles=21) == [pytest.approx(0.25)] * 2
+    assert both(PAIRS, TORUS) == [0.0, 1.0]
+    assert both(BACK, CHIP) == [0.0, 1.0]  # behind a switch a device sends at most so much
+
+
+def test_what_sends_both_ways_waits_for_both():
+    # A gather over 8 devices of a torus sends half of its 28,000 bytes each way: 14 µs.
+    assert both(BACK, TORUS, 42, (start(), done()))[1:] == [0.0, 0.0]
+    gather, up, back = both(BACK, TORUS, 28, (start(), done()))
+    assert gather == 0.0 and up == back == pytest.approx(0.5)
+
+
 def test_a_synchronous_collective_does_not_hide_another():
     body = start("s") + f"  %g = f32[8000]{{0}} all-gather(%x), {GATHER}\n" + done()
     assert [it.exposed_fraction for it in answers(module(body))] == [1.0, 1.0]
