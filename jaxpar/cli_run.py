@@ -88,6 +88,8 @@ def answer(request: Request, console: Console) -> Answer:
         for outlet in outlets:
             stack.callback(outlet.close)
         screen = Screen(console, experiment, step, done)
+        if request.resume and state is None:
+            screen.say(f"{folder} holds no complete checkpoint: from the beginning.")
         with screen, Interruption(screen.say) as interruption:
 
             def on_step(record: Record) -> None:

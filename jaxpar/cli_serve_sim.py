@@ -32,6 +32,7 @@ ROWS = ("chunked", "whole prompts", "static batches", "disaggregated")
 CLOCKS = ("estimated", "measured", "given")
 
 MAX_BLOCK_LEN = 16
+MOST_WORKERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,11 @@ def answer(request: Request, progress: Callable[[str, int, int], None]) -> Answe
         require_choice(RequestError, "--only", name, ROWS)
     for field in ("num_replicas", "num_prefill", "num_decode"):
         require_whole(PlanError, field, getattr(request, field))
+        if getattr(request, field) > MOST_WORKERS:
+            raise PlanError(
+                f"{field}={getattr(request, field)}: a simulation has at most {MOST_WORKERS} of "
+                f"each kind. Nearest {field}: {MOST_WORKERS}."
+            )
     config = replace(preset(request.model), max_seq_len=request.max_seq_len)
     trace = Trace(
         num_requests=request.num_requests,

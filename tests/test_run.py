@@ -187,6 +187,7 @@ def test_a_signal_leaves_a_checkpoint_and_says_how_to_go_on(run, monkeypatch, se
     code, out, _ = run("run", "script.py", "--metrics", "m.jsonl", "--json", "r.json", *options)
     assert signal.getsignal(sent) == before
     assert code == 128 + sent and numbers(folder)[-1] == 4
+    assert ("holds no complete checkpoint: from the beginning." in out) == bool(options)
     result = json.loads(Path("r.json").read_text())
     assert (result["stopped_by"], result["last_step"]) == (sent.name, 4)
     assert f"{sent.name}: saving after this step. Once more ends it at once." in out

@@ -61,6 +61,8 @@ def test_every_token_is_that_of_its_request_alone(mesh):
     want = [alone(step.config)(request) for _, request in given]
     assert min(answer.margin for answer in want) > 1e-4  # no tie that rounding could decide
     engine = engine_of(step)
+    with pytest.raises(RequestError, match="There is no request 0; 0 were submitted"):
+        engine.answer(0)
     answers, reports = engine.run(given)
     assert answers == [answer.tokens for answer in want]
     assert sum(report.num_preempted for report in reports) > 0 or step.plan.num_batch_shards > 1

@@ -64,6 +64,7 @@ def test_a_trace_is_its_seed():
         ({"sampled": 1.5}, "a part of all requests"),
         ({"sampled": float("nan")}, "a part of all requests"),
         ({"answer_len": 30}, "Nearest answer_len: 23"),
+        ({"prompt_len": 99}, "Nearest prompt_len: 31"),
     ],
 )
 def test_traces_that_cannot_be_are_refused(fields, message):
@@ -250,6 +251,7 @@ def test_groups_of_a_closed_form_are_those_of_the_mesh():
         (["--prefill-ms", "nan", "--decode-ms", "1"], "times above 0"),
         (["--timed-as", "gpt3-175b", "--max-seq-len", "4096"], "Nearest --max-seq-len: 2048"),
         (["--replicas", "0"], "--replicas=0 (int) must be"),
+        (["--replicas", "100000000"], "Nearest --replicas: 1024"),
         (["--mesh", "tensor=16"], "tensor=16"),
         (["--mesh", "data=3"], "--slots=8 does not divide into equal parts of data=3"),
         (["--rate", "0"], "--rate=0.0 (float) must be a number above 0"),

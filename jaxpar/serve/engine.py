@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxpar.errors import RequestError, shown
 from jaxpar.model.transformer import Params
 from jaxpar.serve.plan import Kind
 from jaxpar.serve.scheduler import Admission, Arrivals, NewToken, Request, Scheduler, Sequence
@@ -52,7 +53,11 @@ class Engine:
         return sequence.id
 
     def answer(self, number: int) -> tuple[int, ...]:
-        """The tokens chosen so far for the request of this number."""
+        """The tokens chosen so far. Raises RequestError for a number that `submit` never gave."""
+        if number not in self.sequences:
+            raise RequestError(
+                f"There is no request {shown(number)}; {len(self.sequences)} were submitted."
+            )
         return self.sequences[number].answer
 
     def step(self) -> Report:

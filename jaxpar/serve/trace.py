@@ -55,10 +55,11 @@ class Trace:
         if not 0 <= self.sampled <= 1:
             raise RequestError(f"sampled={self.sampled} must be a part of all requests, 0 to 1.")
         if self.prompt_len + self.answer_len > self.max_seq_len:
+            room = self.max_seq_len - self.prompt_len
+            nearest = f"answer_len: {room}" if room > 0 else f"prompt_len: {self.max_seq_len - 1}"
             raise RequestError(
                 f"prompt_len={self.prompt_len} and answer_len={self.answer_len} are means, and "
-                f"together more than max_seq_len={self.max_seq_len}. Nearest answer_len: "
-                f"{max(1, self.max_seq_len - self.prompt_len)}."
+                f"together more than max_seq_len={self.max_seq_len}. Nearest {nearest}."
             )
 
     def arrivals(self) -> list[Arrival]:
