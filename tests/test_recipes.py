@@ -1,4 +1,4 @@
-"""Recipes: plans that build, train like one device, and refuse by name what they cannot spread."""
+"""Recipes: plans that build, send what is predicted, and refuse by name what they cannot spread."""
 
 import json
 import sys
@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from jaxpar import cli, recipes
-from jaxpar.audit.compare import agree
 from jaxpar.errors import PlanError
 from jaxpar.model.config import preset
-from jaxpar.tour import References, default_optimizer, take_row
+from jaxpar.predict.volume import expected
+from jaxpar.tour import default_optimizer
 from jaxpar.train import TrainStep
-from tests.helpers import batches
+from tests.test_closed_forms import asked_of, executions
 
 SIZE = {"batch_size": 512, "seq_len": 4096}
 
@@ -71,13 +71,12 @@ def test_what_cannot_be_spread_is_refused(name, model, sizes, words):
 
 
 @pytest.mark.parametrize("variant", recipes.VARIANTS, ids=lambda variant: variant.name)
-def test_a_recipe_equals_one_device(variant):
+def test_a_recipe_asks_for_what_is_predicted(variant):
+    """Trained and compiled they are by the tour."""
     config = preset(variant.model or "tiny")
     plan = variant.plan(batch_size=16, seq_len=16)
     step = TrainStep(config=config, plan=plan, optimizer=default_optimizer())
-    row = take_row(variant.name, step, batches(3), References()(step, batches(3)))
-    assert row.numbers_agree, (row.loss_error, row.gradient_norm_error, row.parameter_error)
-    assert agree(row.lines), [line for line in row.lines if not line.agrees]
+    assert executions(expected(config, plan)) == executions(asked_of(step))
 
 
 @pytest.fixture
