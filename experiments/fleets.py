@@ -23,7 +23,7 @@ from jaxpar.serve.disaggregation import Disaggregated
 from jaxpar.serve.plan import ServePlan
 from jaxpar.serve.reference import Reference
 from jaxpar.serve.replicas import Replicas
-from jaxpar.serve.scheduler import Admission
+from jaxpar.serve.scheduler import Admission, Arrivals
 from jaxpar.serve.workers import Fleet
 
 
@@ -69,10 +69,10 @@ SETTINGS = (
 
 def serve(fleet: Fleet, num_requests: int, lost: str) -> tuple[list[tuple[int, ...]], int]:
     """Answers, and steps that were taken; the worker is lost a third of the way."""
-    arrivals, numbers, num_steps = some_requests(num_requests), list[int](), 0
-    while len(numbers) < len(arrivals) or not fleet.is_idle:
-        while len(numbers) < len(arrivals) and arrivals[len(numbers)][0] <= num_steps:
-            numbers.append(fleet.submit(arrivals[len(numbers)][1]))
+    coming, numbers, num_steps = Arrivals(some_requests(num_requests)), list[int](), 0
+    while coming or not fleet.is_idle:
+        for _, request in coming.due(num_steps):
+            numbers.append(fleet.submit(request))
             if len(numbers) == num_requests // 3:
                 fleet.lose(lost)
         fleet.step()

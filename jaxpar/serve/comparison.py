@@ -29,7 +29,7 @@ from jaxpar.serve.estimate import (
     estimate_serving,
     estimate_training,
 )
-from jaxpar.serve.plan import Kind, ServePlan
+from jaxpar.serve.plan import KINDS, Kind, ServePlan
 from jaxpar.serve.step import ServeStep
 from jaxpar.strategies.plan import Plan
 from jaxpar.strategies.strategy import Expected
@@ -119,8 +119,7 @@ def compared(
     is_small = config.num_parameters <= MOST_COMPILED
     training, serving = plans(config, num_devices, is_small=is_small, on_cpu=there is None)
     rows = [_train(config, training, chip, is_small, there)]
-    kinds: tuple[Kind, ...] = ("prefill", "decode")
-    return rows + [_serve(config, serving, kind, chip, is_small, there) for kind in kinds]
+    return rows + [_serve(config, serving, kind, chip, is_small, there) for kind in KINDS]
 
 
 def plans(

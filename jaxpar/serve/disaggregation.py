@@ -30,7 +30,7 @@ from jaxpar.model.config import ModelConfig
 from jaxpar.model.transformer import Params
 from jaxpar.serve import scheduler as scheduling
 from jaxpar.serve.handover import Handover, Moved, check, handover_bytes
-from jaxpar.serve.plan import Kind, ServePlan
+from jaxpar.serve.plan import KINDS, Kind, ServePlan
 from jaxpar.serve.pool import blocks_of
 from jaxpar.serve.router import Router, Routing
 from jaxpar.serve.scheduler import Admission, NewToken, Request
@@ -92,8 +92,7 @@ class Disaggregated(Fleet):
 
     def start(self, **options: Any) -> None:
         super().start(**options)
-        kinds: tuple[Kind, ...] = ("prefill", "decode")
-        self.routers = {kind: Router(self.routing) for kind in kinds}
+        self.routers = {kind: Router(self.routing) for kind in KINDS}
         self.transits: dict[int, Transit] = {}
         self.moved = Moved()
         self.num_held_back = self.num_again = 0

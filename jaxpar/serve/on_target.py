@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 from jaxpar.serve.closed_form import expected
 from jaxpar.serve.plan import Kind
 from jaxpar.serve.step import ServeStep
-from jaxpar.targets.compiler import Progress
-from jaxpar.targets.on_target import OnTarget, compile_traced, laid_out, silent
+from jaxpar.targets.compiler import Progress, silent
+from jaxpar.targets.on_target import OnTarget, compile_traced, laid_out
 from jaxpar.targets.target import Target
 
 

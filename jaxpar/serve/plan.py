@@ -18,6 +18,7 @@ from jaxpar.strategies import compose
 from jaxpar.strategies.plan import BATCH_AXES, DTYPES, OnMesh, Plan
 
 Kind = Literal["prefill", "decode"]
+KINDS: tuple[Kind, ...] = ("prefill", "decode")
 
 SERVING_AXES = ("pipe", "slice", "data", "expert", "context", "tensor")
 """Roles that a mesh for serving may have."""

@@ -19,7 +19,7 @@ from jaxpar.model.config import ModelConfig
 from jaxpar.model.transformer import Params
 from jaxpar.serve import scheduler as scheduling
 from jaxpar.serve.independence import Independence, prove
-from jaxpar.serve.plan import Kind, ServePlan
+from jaxpar.serve.plan import KINDS, ServePlan
 from jaxpar.serve.router import Router, Routing
 from jaxpar.serve.scheduler import Admission
 from jaxpar.serve.workers import Batching, Fleet, make_workers
@@ -48,8 +48,7 @@ class Replicas(Fleet):
     ) -> None:
         require_whole(PlanError, "num_replicas", num_replicas)
         self.routing: Routing = routing
-        kinds: tuple[Kind, ...] = ("prefill", "decode")
-        named = [(f"replica {i}", plan, kinds) for i in range(num_replicas)]
+        named = [(f"replica {i}", plan, KINDS) for i in range(num_replicas)]
         super().__init__(config, make_workers(config, params, named, devices))
         self.start(admission=admission, batching=batching)
 

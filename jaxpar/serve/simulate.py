@@ -40,7 +40,7 @@ from jaxpar.serve.disaggregation import Disaggregated
 from jaxpar.serve.estimate import estimate_serving
 from jaxpar.serve.handover import handover_bytes
 from jaxpar.serve.measures import Level, Measures, Times, WorkerUse
-from jaxpar.serve.plan import Kind, ServePlan
+from jaxpar.serve.plan import KINDS, Kind, ServePlan
 from jaxpar.serve.trace import Arrival
 from jaxpar.serve.workers import Begun, Fleet, Worker
 
@@ -163,8 +163,7 @@ class _Simulation:
         self.times: list[Times] = []
         self.cache = {worker.name: Level() for worker in fleet.workers}
         self.busy_s = {worker.name: 0.0 for worker in fleet.workers}
-        kinds: tuple[Kind, ...] = ("prefill", "decode")
-        self.num_steps = {(w.name, kind): 0 for w in fleet.workers for kind in kinds}
+        self.num_steps = {(w.name, kind): 0 for w in fleet.workers for kind in KINDS}
 
     def at(self, time_s: float, event: Callable[[], object]) -> None:
         heapq.heappush(self.events, (time_s, next(self.order), event))

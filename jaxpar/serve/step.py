@@ -42,7 +42,7 @@ from jaxpar.serve.cache import (
     own_tokens,
     stored_dtype,
 )
-from jaxpar.serve.plan import Kind, ServePlan
+from jaxpar.serve.plan import KINDS, Kind, ServePlan
 from jaxpar.serve.sampling import choose
 from jaxpar.strategies import compose, pipeline
 from jaxpar.strategies.plan import BATCH_AXES
@@ -184,8 +184,7 @@ class ServeStep:
     @cached_property
     def jitted(self) -> Mapping[Kind, Any]:
         """The programs as jitted functions of (params, cache, rows), for tracing and auditing."""
-        kinds: tuple[Kind, ...] = ("prefill", "decode")
-        return {kind: self._jit(kind) for kind in kinds}
+        return {kind: self._jit(kind) for kind in KINDS}
 
     def abstract_inputs(self, kind: Kind, width: int | None = None) -> tuple[Params, Cache, Rows]:
         """ShapeDtypeStructs with shardings: what `jitted[kind]` can be traced and compiled with."""

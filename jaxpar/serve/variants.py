@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.mesh import MeshSpec
-from jaxpar.serve.plan import Kind, ServePlan
+from jaxpar.serve.plan import KINDS, Kind, ServePlan
 
 MAX_SEQ_LEN = 48
 
@@ -37,7 +37,6 @@ _ON: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("-pipeline", "pipe=2,tensor=4", {"fields": {"num_microbatches": 2}}),
     ("-expert", "expert=4,tensor=2", {"model": "tiny-moe"}),
 )
-KINDS: tuple[Kind, ...] = ("prefill", "decode")
 VARIANTS = tuple(
     ServingVariant(name=kind + suffix, kind=kind, mesh=mesh, **other)
     for suffix, mesh, other in _ON

@@ -36,7 +36,7 @@ from jaxpar.model.config import ModelConfig
 from jaxpar.model.transformer import Params
 from jaxpar.serve import scheduler as scheduling
 from jaxpar.serve.independence import Compiled
-from jaxpar.serve.plan import Kind, ServePlan
+from jaxpar.serve.plan import KINDS, Kind, ServePlan
 from jaxpar.serve.scheduler import Admission, NewToken, Request, Scheduler, Work
 from jaxpar.serve.step import ServeStep
 
@@ -123,7 +123,7 @@ class Worker:
         name: str,
         step: ServeStep,
         params: Params,
-        kinds: tuple[Kind, ...] = ("prefill", "decode"),
+        kinds: tuple[Kind, ...] = KINDS,
     ) -> None:
         self.name, self.step, self.params, self.kinds = name, step, params, kinds
         self.cache = step.init_cache()

@@ -103,6 +103,10 @@ class Compiled:
         return m["argument_bytes"] + own_outputs + m["temp_bytes"] + m["generated_code_bytes"]
 
 
+def silent(stage: str, seconds: float, rss_bytes: int) -> None:
+    """Progress that nobody is told of."""
+
+
 def compile_module(
     module: bytes,
     *,
@@ -112,7 +116,7 @@ def compile_module(
     options: Options | None = None,
     limits: Limits | None = None,
     cache: caches.Cache | None = None,
-    progress: Progress = lambda stage, seconds, rss_bytes: None,
+    progress: Progress = silent,
 ) -> Compiled:
     """Compile StableHLO bytecode for a target; nothing of it runs.
 

@@ -26,6 +26,7 @@ from jaxpar.targets.compiler import (
     Progress,
     compile_module,
     require_compiler,
+    silent,
 )
 from jaxpar.targets.placement import Placement, place
 from jaxpar.targets.target import Target
@@ -89,10 +90,6 @@ class OnTarget:
     @property
     def fits(self) -> bool:
         return self.compiled.device_bytes <= self.available_bytes
-
-
-def silent(stage: str, seconds: float, rss_bytes: int) -> None:
-    """Progress that nobody is told of."""
 
 
 def laid_out(mesh: MeshSpec, target: Target) -> tuple[Placement, MeshSpec]:
