@@ -51,6 +51,13 @@ class ServingRow(Row):
         return {**asdict(self.plan), "mesh": dict(self.plan.mesh.named_axes)}
 
 
+class Alone(NamedTuple):
+    """A model's whole parameters, and its answers to the requests, each by itself."""
+
+    params: Params
+    answers: list[tuple[int, ...]]
+
+
 class Served(NamedTuple):
     """A step, and of each kind of it (tokens chosen, wrong ones among them)."""
 
@@ -64,8 +71,7 @@ class Services:
     def __init__(self, corpus: Corpus) -> None:
         self._requests = arrivals(corpus)
         self._served: dict[Any, Served] = {}
-        self._params: dict[ModelConfig, Params] = {}
-        self._wanted: dict[ModelConfig, list[tuple[int, ...]]] = {}
+        self._alone: dict[ModelConfig, Alone] = {}
 
     def take_row(self, variant: ServingVariant, config: ModelConfig) -> ServingRow:
         """Serve, audit and compare; nothing is compiled twice."""
@@ -87,18 +93,19 @@ class Services:
             num_wrong=num_wrong,
         )
 
-    def wanted(self, config: ModelConfig) -> list[tuple[int, ...]]:
-        """The answers of each request alone, on one device."""
-        if config not in self._wanted:
-            self._params[config] = outspoken_params(config)
-            reference = Reference(config, self._params[config], MAX_SEQ_LEN)
-            self._wanted[config] = [reference(request).tokens for _, request in self._requests]
-        return self._wanted[config]
+    def alone(self, config: ModelConfig) -> Alone:
+        """What each request gets by itself, on one device."""
+        if config not in self._alone:
+            params = outspoken_params(config)
+            reference = Reference(config, params, MAX_SEQ_LEN)
+            answers = [reference(request).tokens for _, request in self._requests]
+            self._alone[config] = Alone(params, answers)
+        return self._alone[config]
 
     def _serve(self, config: ModelConfig, plan: ServePlan) -> Served:
-        wanted = self.wanted(config)
+        params, wanted = self.alone(config)
         step = ServeStep(config=config, plan=plan)
-        engine = Engine(step, step.place(self._params[config]))
+        engine = Engine(step, step.place(params))
         answers, _ = engine.run(self._requests)
         wrong = [
             [i >= len(got) or i >= len(want) or got[i] != want[i]
